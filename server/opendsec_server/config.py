@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Settings: one TOML file, overridden by ``OPENDSEC_<NAME>`` environment variables."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+DEFAULT_CONFIG_PATH = Path("/etc/opendsec/config.toml")
+
+
+class ConfigError(Exception):
+    """A setting is unknown, malformed or contradicts another. The message names it."""
+
+
+class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """All settings of one ``opendsecd``. Several instances on one machine need their own
+    ``state_dir``, ``run_dir``, ``instance``, ``listen`` and ``network_cidr``."""
+
+    # Where things are kept
+    state_dir: str = "/var/lib/opendsec"
+    """Journal, store, images, sandbox disks. Root only."""
+    run_dir: str = "/run/opendsec"
+    """Sockets, pid files, OCI runtime state. Gone after a reboot."""
+    instance: str = "od"
+    """Prefix of kernel names (links, nft table, cgroup). 1 to 5 of [a-z0-9]."""
+
+    # The one port
+    listen: str = "127.0.0.1:7300"
+    """Address of the edge. Everything is served here."""
+    domain: str = "localhost:7300"
+    """What ``<port>-<id>.<domain>`` is built from; may carry a port."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+
+    # The node
+    oci_runtime: str = "crun"
+    """Name or path: crun, runc, or another with the same command line."""
+    network_cidr: str = "10.201.0.0/16"
+    """Addresses of the slots. Must not overlap a network the host uses."""
+    slots_ready: int = 16
+    """Ready-made network slots kept in the pool."""
+    sandboxes_max: int = 4_096
+    disk_pool_mb: int = 0
+    """Size of the sandbox disk pool (sparse). 0: 80 % of the free space at first start."""
+    user_namespaces: Literal["auto", "off"] = "auto"
+    dns_servers: tuple[str, ...] = ()
+    """Resolvers for sandboxes. Empty: those of the host."""
+    extra_ca_certs: str | None = None
+    """PEM file added to sandboxes' trust store. None: the host's own bundle if it differs."""
+    agent_path: str | None = None
+    """Guest agent binary. None: OPENDSEC_AGENT, then the installed package, then PATH."""
+    edge_path: str | None = None
+    """Edge binary, found the same way."""
+
+    # The control plane
+    database_url: str | None = None
+    """SQLAlchemy URL. None: SQLite in ``state_dir``."""
+
+    log_format: Literal["auto", "json", "console"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def state_path(self) -> Path:
+        return Path(self.state_dir)
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run_dir)
+
+    @property
+    def api_socket(self) -> Path:
+        """The public API, behind the edge."""
+        return self.run_path / "api.sock"
+
+    @property
+    def control_socket(self) -> Path:
+        """Routes and invalidations for the edge. Never proxied."""
+        return self.run_path / "control.sock"
+
+    @property
+    def api_key_file(self) -> Path:
+        """The first key, made on first start, readable by root only."""
+        return self.state_path / "api-key"
+
+
+def load_config(path: Path | None = None, environ: dict[str, str] | None = None) -> Config:
+    """Read settings.
+
+    Args:
+        path: TOML file. None: ``OPENDSEC_CONFIG``, else ``/etc/opendsec/config.toml`` if it exists.
+        environ: Environment; None: the process's.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or holds an unknown or malformed setting.
+    """
+    env = dict(os.environ) if environ is None else environ
+    if path is None:
+        path = Path(env["OPENDSEC_CONFIG"]) if "OPENDSEC_CONFIG" in env else DEFAULT_CONFIG_PATH
+        if path == DEFAULT_CONFIG_PATH and not path.exists():
+            path = None
+    values: dict[str, object] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text())
+        except OSError as exc:
+            raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+        except tomllib.TOMLDecodeError as exc:
+            raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
+    for field in msgspec.structs.fields(Config):
+        name = f"OPENDSEC_{field.name.upper()}"
+        if name in env:
+            raw = env[name]
+            values[field.name] = raw.split(",") if field.name == "dns_servers" else raw
+    try:
+        config = msgspec.convert(values, Config, strict=False)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{path or 'environment'}: {exc}") from exc
+    if not (1 <= len(config.instance) <= 5 and config.instance.isalnum()):
+        raise ConfigError("instance: 1 to 5 of [a-z0-9]")
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError("tls_cert and tls_key must be set together")
+    return config

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The one tree of errors.
+
+::
+
+    OpendsecError
+    ├── UserError            fault=user      the caller must change something
+    │   ├── InvalidRequest            400
+    │   ├── Unauthenticated           401
+    │   ├── Forbidden                 403
+    │   ├── NotFound                  404
+    │   │   ├── SandboxNotFound       404
+    │   │   └── TemplateNotFound      404
+    │   ├── Conflict                  409
+    │   │   ├── IdempotencyMismatch   409
+    │   │   ├── IdempotencyInProgress 409  (retryable)
+    │   │   └── StateConflict         409
+    │   ├── PayloadTooLarge           413
+    │   └── NotSupported              501
+    ├── CapacityError        fault=capacity  try later or elsewhere
+    │   ├── QuotaExceeded             429
+    │   └── NodeFull                  503  (retryable)
+    └── PlatformError        fault=platform  ours; never the model's failure
+        ├── SandboxStartFailed        500  (retryable)
+        ├── AgentUnresponsive         502  (retryable)
+        ├── NodeUnavailable           503  (retryable)
+        ├── StoreUnavailable          503  (retryable)
+        ├── StartTimeout              504  (retryable)
+        └── Internal                  500
+
+Every error carries ``code``, ``message``, ``remediation``, ``retryable`` and ``fault``,
+so that a caller can tell "the command failed" from "the platform failed".
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+Fault = Literal["user", "platform", "capacity"]
+
+
+class OpendsecError(Exception):
+    """Base of every failure that leaves the server.
+
+    Args:
+        message: What happened, in one sentence, without secrets.
+        remediation: What the reader should do. Defaults to the class's own text.
+        details: JSON-serialisable extra facts (ids, limits, figures).
+        retry_after_s: When to try again, in seconds, if the server knows.
+    """
+
+    code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+    fault: ClassVar[Fault] = "platform"
+    retryable: ClassVar[bool] = False
+    default_remediation: ClassVar[str] = (
+        "Look at the server's log for the request id; report it if it repeats."
+    )
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        remediation: str | None = None,
+        details: dict[str, Any] | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remediation = remediation or self.default_remediation
+        self.details = details or {}
+        self.retry_after_s = retry_after_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """The body's ``error`` object of the native API."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "remediation": self.remediation,
+            "retryable": self.retryable,
+            "fault": self.fault,
+            "details": self.details,
+        }
+
+
+# --- user -------------------------------------------------------------------
+
+
+class UserError(OpendsecError):
+    """The caller must change something before the call can work."""
+
+    code = "invalid_request"
+    http_status = 400
+    fault = "user"
+    default_remediation = "Correct the request and send it again."
+
+
+class InvalidRequest(UserError):
+    """A field is missing, malformed or out of range."""
+
+
+class Unauthenticated(UserError):
+    """No API key, or one that is not known."""
+
+    code = "unauthenticated"
+    http_status = 401
+    default_remediation = (
+        "Send a valid key in X-API-Key. `opendsec env` prints the key of a local server."
+    )
+
+
+class Forbidden(UserError):
+    """The key is valid but has no right to this object."""
+
+    code = "forbidden"
+    http_status = 403
+    default_remediation = "Use a key of the project that owns the object."
+
+
+class NotFound(UserError):
+    """The named object does not exist, or is not the caller's."""
+
+    code = "not_found"
+    http_status = 404
+    default_remediation = "Check the name; list what exists."
+
+
+class SandboxNotFound(NotFound):
+    """No such sandbox for this caller: unknown, foreign, or ended."""
+
+    code = "sandbox_not_found"
+    default_remediation = (
+        "Check the id, or list sandboxes. An ended sandbox cannot be used again: create a new one."
+    )
+
+
+class TemplateNotFound(NotFound):
+    """No such template for this caller."""
+
+    code = "template_not_found"
+    default_remediation = "List templates and use one of their names."
+
+
+class Conflict(UserError):
+    """The request contradicts the object's present state."""
+
+    code = "conflict"
+    http_status = 409
+    default_remediation = "Read the object's state and decide again."
+
+
+class IdempotencyMismatch(Conflict):
+    """The idempotency key was used before with other parameters."""
+
+    code = "idempotency_request_mismatch"
+    default_remediation = "Use a new idempotency key for a request with other parameters."
+
+
+class IdempotencyInProgress(Conflict):
+    """The first request with this idempotency key is still running."""
+
+    code = "idempotency_request_in_progress"
+    retryable = True
+    default_remediation = "Wait and repeat the same request with the same key."
+
+
+class StateConflict(Conflict):
+    """The sandbox is in a state that does not allow the operation."""
+
+    code = "sandbox_state_conflict"
+
+
+class PayloadTooLarge(UserError):
+    """The request body is above the stated limit."""
+
+    code = "payload_too_large"
+    http_status = 413
+    default_remediation = "Send a smaller body. Upload file contents through the files API."
+
+
+class NotSupported(UserError):
+    """This server does not offer the feature (yet)."""
+
+    code = "not_supported"
+    http_status = 501
+    default_remediation = "See the status table in the documentation for what is supported."
+
+
+# --- capacity ---------------------------------------------------------------
+
+
+class CapacityError(OpendsecError):
+    """Nothing is broken; there is no room now."""
+
+    code = "capacity"
+    http_status = 503
+    fault = "capacity"
+    retryable = True
+    default_remediation = "Try again later, or add capacity."
+
+
+class QuotaExceeded(CapacityError):
+    """A limit of the project is reached."""
+
+    code = "quota_exceeded"
+    http_status = 429
+    default_remediation = "End sandboxes you no longer need, or ask for a higher quota."
+
+
+class NodeFull(CapacityError):
+    """The node has no free slot, memory or disk for another sandbox."""
+
+    code = "node_full"
+    default_remediation = "Try again when sandboxes have ended, or add a node."
+
+
+# --- platform ---------------------------------------------------------------
+
+
+class PlatformError(OpendsecError):
+    """Ours to mend. A grader must never score it as the model's failure."""
+
+
+class Internal(PlatformError):
+    """A defect."""
+
+
+class SandboxStartFailed(PlatformError):
+    """The sandbox could not be brought up; everything made for it was removed."""
+
+    code = "sandbox_start_failed"
+    retryable = True
+    default_remediation = "Retry with the same idempotency key. Run `opendsec doctor` if it repeats."
+
+
+class AgentUnresponsive(PlatformError):
+    """The guest agent of a running sandbox does not answer."""
+
+    code = "agent_unresponsive"
+    http_status = 502
+    retryable = True
+    default_remediation = "Retry; if it repeats, kill the sandbox and create a new one."
+
+
+class NodeUnavailable(PlatformError):
+    """The node agent cannot be reached or is shutting down."""
+
+    code = "node_unavailable"
+    http_status = 503
+    retryable = True
+    default_remediation = "Retry after a moment."
+
+
+class StoreUnavailable(PlatformError):
+    """The control plane's database cannot be used; running sandboxes go on."""
+
+    code = "store_unavailable"
+    http_status = 503
+    retryable = True
+    default_remediation = "Retry after a moment. Running sandboxes are not affected."
+
+
+class StartTimeout(PlatformError):
+    """The sandbox did not become ready within its start budget."""
+
+    code = "start_timeout"
+    http_status = 504
+    retryable = True
+    default_remediation = "Retry with the same idempotency key."
+
+
+def all_error_classes() -> list[type[OpendsecError]]:
+    """Every concrete class of the tree, in definition order. Used by docs and contract tests."""
+    found: list[type[OpendsecError]] = []
+    todo: list[type[OpendsecError]] = [OpendsecError]
+    while todo:
+        cls = todo.pop(0)
+        found.append(cls)
+        todo.extend(cls.__subclasses__())
+    return found

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Identifiers.
+
+A sandbox id is ``i`` + 19 characters of ``[a-z0-9]``: DNS-safe, 4 of them the owning node's
+short id, so that any gateway routes without a look-up.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+NODE_ID_CHARS = 4
+SANDBOX_ID_RE = re.compile(r"^i[a-z0-9]{19}$")
+NODE_ID_RE = re.compile(r"^[a-z0-9]{4}$")
+
+
+def random_chars(count: int) -> str:
+    """``count`` characters of the id alphabet from the system's CSPRNG."""
+    return "".join(secrets.choice(ALPHABET) for _ in range(count))
+
+
+def new_node_id() -> str:
+    """A short node id, made once at a node's first start."""
+    return random_chars(NODE_ID_CHARS)
+
+
+def new_sandbox_id(node_id: str) -> str:
+    """A fresh sandbox id that names its owning node."""
+    return f"i{node_id}{random_chars(19 - NODE_ID_CHARS)}"
+
+
+def node_of(sandbox_id: str) -> str:
+    """The short id of the node that made this sandbox."""
+    return sandbox_id[1 : 1 + NODE_ID_CHARS]
+
+
+def is_sandbox_id(text: str) -> bool:
+    """Whether ``text`` has the shape of a sandbox id."""
+    return SANDBOX_ID_RE.fullmatch(text) is not None

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""States of a sandbox and the one table of allowed transitions.
+
+``pending → starting → running ⇄ pausing/paused/resuming → stopping → ended(reason)``,
+plus ``failed(fault)``. Every state accepts delete.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """Where a sandbox is in its life."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+    STOPPING = "stopping"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+class EndReason(StrEnum):
+    """Why a sandbox ended. Kept with the record, also after the sandbox is gone."""
+
+    KILLED = "killed"  # by request
+    TIMEOUT = "timeout"  # its absolute end time was reached
+    IDLE = "idle"  # no request for idle_timeout_s
+    EXITED = "exited"  # its PID 1 ended by itself
+    OOM = "oom"  # the kernel killed PID 1 at the memory limit
+    START_FAILED = "start_failed"
+    LOST = "lost"  # found gone at reconcile (host reboot, kernel kill)
+
+
+TERMINAL = frozenset({State.ENDED, State.FAILED})
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.PENDING: frozenset({State.STARTING, State.STOPPING, State.ENDED, State.FAILED}),
+    State.STARTING: frozenset({State.RUNNING, State.STOPPING, State.ENDED, State.FAILED}),
+    State.RUNNING: frozenset({State.PAUSING, State.STOPPING, State.ENDED, State.FAILED}),
+    State.PAUSING: frozenset(
+        {State.PAUSED, State.RUNNING, State.STOPPING, State.ENDED, State.FAILED}
+    ),
+    State.PAUSED: frozenset({State.RESUMING, State.STOPPING, State.ENDED, State.FAILED}),
+    State.RESUMING: frozenset(
+        {State.RUNNING, State.PAUSED, State.STOPPING, State.ENDED, State.FAILED}
+    ),
+    State.STOPPING: frozenset({State.ENDED, State.FAILED}),
+    State.ENDED: frozenset(),
+    State.FAILED: frozenset(),
+}
+
+TRANSITIONS_KEPT_MAX = 100
+"""How many transitions of one sandbox are kept for its record."""
+
+
+def can_move(source: State, target: State) -> bool:
+    """Whether the table allows ``source → target``."""
+    return target in TRANSITIONS[source]
