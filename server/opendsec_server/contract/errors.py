@@ -230,7 +230,9 @@ class SandboxStartFailed(PlatformError):
 
     code = "sandbox_start_failed"
     retryable = True
-    default_remediation = "Retry with the same idempotency key. Run `opendsec doctor` if it repeats."
+    default_remediation = (
+        "Retry with the same idempotency key. Run `opendsec doctor` if it repeats."
+    )
 
 
 class AgentUnresponsive(PlatformError):

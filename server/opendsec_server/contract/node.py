@@ -106,6 +106,9 @@ class MetricSample(msgspec.Struct, kw_only=True, frozen=True):
     disk_total_bytes: int
 
 
+MetricSamples = list[MetricSample]
+
+
 class NodeInfo(msgspec.Struct, kw_only=True, frozen=True):
     """The node's identity, abilities and load."""
 
@@ -201,7 +204,7 @@ class NodeClient(Protocol):
             SandboxNotFound: no running sandbox's token fits.
         """
 
-    async def metrics(self, sandbox_id: str, start: float, end: float) -> list[MetricSample]:
+    async def metrics(self, sandbox_id: str, start: float, end: float) -> MetricSamples:
         """Kept samples with ``start <= at <= end``, oldest first.
 
         Raises:

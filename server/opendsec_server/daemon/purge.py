@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Remove everything of one instance: sandboxes, kernel objects, pool, and its records."""
+
+from __future__ import annotations
+
+import asyncio
+
+from opendsec_server.config import Config
+from opendsec_server.node.mountns import enter_private_mount_namespace
+from opendsec_server.node.node import Node
+
+from .process import read_identity, stop_process
+from .serve import only_one, prepare_directories
+
+EDGE_GRACE_S = 5.0
+
+
+def purge_instance(config: Config, *, images: bool) -> None:
+    """Remove the instance's sandboxes and what they left. The server must not run.
+
+    Args:
+        config: Names the instance.
+        images: Remove the templates' images too, so that the next start builds them again.
+
+    Raises:
+        ConfigError: a server still runs, or this is not root.
+    """
+    prepare_directories(config)
+    with only_one(config):
+        # An edge that outlived a killed daemon has no other owner.
+        edge = read_identity(config.run_path / "edge.pid")
+        if edge is not None:
+            stop_process(edge, grace_s=EDGE_GRACE_S)
+        enter_private_mount_namespace()
+        asyncio.run(Node.purge(config, images=images))

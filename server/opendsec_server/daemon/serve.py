@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Composition root: node, control, API and edge in one process (role ``all-in-one``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from opendsec_server.api.app import build_api_app
+from opendsec_server.api.control_app import build_control_app
+from opendsec_server.binaries import find_binary
+from opendsec_server.config import Config, ConfigError
+from opendsec_server.control.services import Services
+from opendsec_server.node.mountns import enter_private_mount_namespace
+from opendsec_server.node.node import Node
+
+from .edge_supervisor import EdgeSupervisor
+from .process import identity_of, write_identity
+
+log = structlog.get_logger(__name__)
+
+STOP_GRACE_S = 10
+LISTEN_BACKLOG = 2_048
+
+
+def prepare_directories(config: Config) -> None:
+    """Make state and run directories, root only.
+
+    Raises:
+        ConfigError: not root, or a directory cannot be made.
+    """
+    if os.geteuid() != 0:
+        raise ConfigError("opendsecd must run as root: it makes namespaces, mounts and cgroups")
+    for path in (config.state_path, config.run_path):
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.chmod(0o700)
+        except OSError as exc:
+            raise ConfigError(f"cannot use {path}: {exc.strerror}") from exc
+
+
+@contextlib.contextmanager
+def only_one(config: Config) -> Iterator[None]:
+    """Hold the instance's lock, so that two daemons never share one state directory.
+
+    Raises:
+        ConfigError: another daemon holds it.
+    """
+    path = config.state_path / "lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another opendsecd already uses {config.state_dir}; "
+                "stop it first, or give this one its own state_dir"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def serve(config: Config) -> None:
+    """Run until SIGTERM or SIGINT. Sandboxes go on running afterwards.
+
+    Raises:
+        ConfigError: a setting or the machine does not allow it. The message says what to do.
+    """
+    prepare_directories(config)
+    find_binary("opendsec-agent", config.agent_path, "OPENDSEC_AGENT")
+    _raise_open_files_limit()
+    with only_one(config):
+        # Threads would keep the old namespace, so this comes before the event loop.
+        enter_private_mount_namespace()
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config))
+
+
+def _raise_open_files_limit() -> None:
+    # Each network slot holds two namespace descriptors.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def _serve(config: Config) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    me = identity_of(os.getpid())
+    assert me is not None
+    async with contextlib.AsyncExitStack() as stack:
+        node = await Node.start(config)
+        stack.push_async_callback(node.stop)
+        services = await Services.start(config, node)
+        stack.push_async_callback(services.stop)
+        await stack.enter_async_context(
+            _listening(build_control_app(services), config.control_socket)
+        )
+        await stack.enter_async_context(_listening(build_api_app(services), config.api_socket))
+        edge = EdgeSupervisor(config)
+        await edge.start()
+        stack.push_async_callback(edge.stop)
+        write_identity(config.run_path / "opendsecd.pid", me)
+        stack.callback((config.run_path / "opendsecd.pid").unlink, missing_ok=True)
+        _notify_service_manager("READY=1")
+        log.info("started", listen=config.listen, state_dir=config.state_dir)
+        await stop.wait()
+        log.info("stopping")
+        _notify_service_manager("STOPPING=1")
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    previous = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(previous)
+    listener.listen(LISTEN_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: object, path: Path) -> AsyncIterator[None]:
+    """Serve an ASGI app on a Unix socket that only root can open."""
+    listener = _bind_unix(path)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            loop="none",
+            http="httptools",
+            ws="none",
+            timeout_graceful_shutdown=STOP_GRACE_S,
+            timeout_keep_alive=75,
+            backlog=LISTEN_BACKLOG,
+        )
+    )
+    # Signals are ours: uvicorn must not replace the handlers.
+    task = asyncio.create_task(server._serve(sockets=[listener]), name=f"uvicorn-{path.name}")
+    try:
+        while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn offers no event
+            await asyncio.sleep(0.01)
+        if task.done():
+            await task
+        yield
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+
+
+def _notify_service_manager(message: str) -> None:
+    """sd_notify(3), for units of Type=notify."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+        out.sendto(message.encode(), address)
