@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+# Steps shared by install.sh, tests/run and .ci/run. Sourced, not run.
+
+RUST_MIN="1.85"
+PYTHON_MIN="3.11"
+# What a node needs at run time, by Debian and Ubuntu package name.
+RUNTIME_PACKAGES="crun nftables iproute2 btrfs-progs erofs-utils mmdebstrap ca-certificates procps kmod"
+# What a build from a clone needs besides Rust.
+BUILD_PACKAGES="gcc libc6-dev python3-venv curl"
+
+STEP_STARTED=$(date +%s)
+
+step() { # step TEXT: a line of progress, with the time since the start
+  printf '[%4ds] %s\n' "$(($(date +%s) - STEP_STARTED))" "$*" >&2
+}
+
+fail() { # fail TEXT: what is wrong and what to do; ends the script
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+version_at_least() { # version_at_least HAVE WANT
+  [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]
+}
+
+require_root() {
+  [ "$(id -u)" = 0 ] || fail "run this as root: sudo $0"
+}
+
+install_packages() { # install_packages PACKAGE...: those that are missing, by apt
+  command -v apt-get >/dev/null || fail "no apt-get here; install the equivalents of: $*"
+  local missing=()
+  for package in "$@"; do
+    dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed ||
+      missing+=("$package")
+  done
+  [ ${#missing[@]} -eq 0 ] && return 0
+  step "installing packages: ${missing[*]}"
+  local log
+  log=$(mktemp)
+  if ! { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q \
+    --no-install-recommends "${missing[@]}"; } >"$log" 2>&1; then
+    tail -n 20 "$log" >&2
+    fail "apt-get could not install: ${missing[*]} (log: $log)"
+  fi
+  rm -f "$log"
+}
+
+require_rust() {
+  local have=""
+  if command -v cargo >/dev/null; then have=$(cargo --version | awk '{print $2}'); fi
+  if [ -z "$have" ] || ! version_at_least "$have" "$RUST_MIN"; then
+    fail "building from a clone needs Rust $RUST_MIN or newer (found: ${have:-none}).
+  Install it with rustup (https://rustup.rs):
+    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y --profile minimal
+    . \"\$HOME/.cargo/env\"
+  and run this again."
+  fi
+}
+
+find_python() { # prints a python3 that is new enough
+  local candidate
+  for candidate in python3 python3.13 python3.12 python3.11; do
+    if command -v "$candidate" >/dev/null &&
+      version_at_least "$("$candidate" -c 'import platform; print(platform.python_version())')" \
+        "$PYTHON_MIN"; then
+      command -v "$candidate"
+      return 0
+    fi
+  done
+  fail "Python $PYTHON_MIN or newer is needed: apt-get install python3 python3-venv"
+}
+
+make_venv() { # make_venv FOLDER LOCKFILE: a virtual environment with exactly the locked packages
+  local folder=$1 lock=$2 python
+  python=$(find_python)
+  [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
+  step "installing Python packages from $(basename "$lock")"
+  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --require-hashes -r "$lock"
+}
+
+build_rust_wheels() { # build_rust_wheels VENV OUT: wheels of the guest agent and the edge
+  local venv=$1 out=$2 crate
+  for crate in agent edge; do
+    step "building opendsec-$crate (Rust, a few minutes the first time)"
+    "$venv/bin/maturin" build --quiet --release --locked \
+      --manifest-path "dataplane/$crate/Cargo.toml" --out "$out"
+  done
+}
