@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenDsec: isolated sandboxes for code you do not trust.
+
+::
+
+    from opendsec import Sandbox
+
+    with Sandbox.create() as sandbox:
+        print(sandbox.exec("python3 -c 'print(6 * 7)'").stdout)
+
+``AsyncClient``, ``AsyncSandbox`` and their parts are for ``asyncio``; ``Client``, ``Sandbox`` and
+theirs have the same methods without ``await``. Everything raised on purpose is an
+``OpendsecError``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from ._async._client import AsyncClient
+    from ._async._files import AsyncFiles, AsyncFileStream, AsyncWatch
+    from ._async._process import AsyncProcess, AsyncPty
+    from ._async._sandbox import AsyncSandbox
+    from ._errors import (
+        AgentUnresponsive,
+        AlreadyExists,
+        BadResponse,
+        CapacityError,
+        CommandFailed,
+        CommandTimeout,
+        Conflict,
+        ConnectionFailed,
+        DiskFull,
+        FileNotFound,
+        Forbidden,
+        IdempotencyInProgress,
+        IdempotencyMismatch,
+        Internal,
+        InvalidRequest,
+        NodeFull,
+        NodeUnavailable,
+        NotConfigured,
+        NotFound,
+        NotSupported,
+        OpendsecError,
+        PayloadTooLarge,
+        PlatformError,
+        PortNotOpen,
+        ProcessNotFound,
+        QuotaExceeded,
+        SandboxNotFound,
+        SandboxStartFailed,
+        StartTimeout,
+        StateConflict,
+        StoreUnavailable,
+        TemplateNotFound,
+        Unauthenticated,
+        UserError,
+        WaitTimeout,
+    )
+    from ._models import (
+        CommandResult,
+        FileInfo,
+        MetricSample,
+        NetworkPolicy,
+        OutputEvent,
+        ProcessInfo,
+        SandboxInfo,
+        ServerInfo,
+        TemplateInfo,
+        Transition,
+        WatchEvent,
+    )
+    from ._sync._client import Client
+    from ._sync._files import Files, FileStream, Watch
+    from ._sync._process import Process, Pty
+    from ._sync._sandbox import Sandbox
+
+__all__ = [
+    "AgentUnresponsive",
+    "AlreadyExists",
+    "AsyncClient",
+    "AsyncFileStream",
+    "AsyncFiles",
+    "AsyncProcess",
+    "AsyncPty",
+    "AsyncSandbox",
+    "AsyncWatch",
+    "BadResponse",
+    "CapacityError",
+    "Client",
+    "CommandFailed",
+    "CommandResult",
+    "CommandTimeout",
+    "Conflict",
+    "ConnectionFailed",
+    "DiskFull",
+    "FileInfo",
+    "FileNotFound",
+    "FileStream",
+    "Files",
+    "Forbidden",
+    "IdempotencyInProgress",
+    "IdempotencyMismatch",
+    "Internal",
+    "InvalidRequest",
+    "MetricSample",
+    "NetworkPolicy",
+    "NodeFull",
+    "NodeUnavailable",
+    "NotConfigured",
+    "NotFound",
+    "NotSupported",
+    "OpendsecError",
+    "OutputEvent",
+    "PayloadTooLarge",
+    "PlatformError",
+    "PortNotOpen",
+    "Process",
+    "ProcessInfo",
+    "ProcessNotFound",
+    "Pty",
+    "QuotaExceeded",
+    "Sandbox",
+    "SandboxInfo",
+    "SandboxNotFound",
+    "SandboxStartFailed",
+    "ServerInfo",
+    "StartTimeout",
+    "StateConflict",
+    "StoreUnavailable",
+    "TemplateInfo",
+    "TemplateNotFound",
+    "Transition",
+    "Unauthenticated",
+    "UserError",
+    "WaitTimeout",
+    "Watch",
+    "WatchEvent",
+    "__version__",
+]
+
+# Loaded at first use: the command line must start fast, and few programs need both halves.
+_HOMES = {
+    "._async._client": ("AsyncClient",),
+    "._async._files": ("AsyncFiles", "AsyncFileStream", "AsyncWatch"),
+    "._async._process": ("AsyncProcess", "AsyncPty"),
+    "._async._sandbox": ("AsyncSandbox",),
+    "._sync._client": ("Client",),
+    "._sync._files": ("Files", "FileStream", "Watch"),
+    "._sync._process": ("Process", "Pty"),
+    "._sync._sandbox": ("Sandbox",),
+    "._models": (
+        "CommandResult",
+        "FileInfo",
+        "MetricSample",
+        "NetworkPolicy",
+        "OutputEvent",
+        "ProcessInfo",
+        "SandboxInfo",
+        "ServerInfo",
+        "TemplateInfo",
+        "Transition",
+        "WatchEvent",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_HOME_OF.get(name, "._errors"), __name__)
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server: create, find and end sandboxes."""
+
+from __future__ import annotations
+
+import builtins
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import msgspec
+
+from opendsec import _limits, _settings
+from opendsec._errors import InvalidRequest, SandboxNotFound
+from opendsec._models import (
+    MetricSample,
+    NetworkPolicy,
+    OnTimeout,
+    SandboxInfo,
+    ServerInfo,
+    TemplateInfo,
+    Transition,
+)
+from opendsec._retry import RetryPolicy
+
+from ._sandbox import AsyncSandbox
+from ._transport import AsyncTransport
+
+
+class _SandboxPage(msgspec.Struct):
+    sandboxes: list[SandboxInfo] = []
+    next_cursor: str | None = None
+
+
+class _Templates(msgspec.Struct):
+    templates: list[TemplateInfo] = []
+
+
+class _Samples(msgspec.Struct):
+    samples: list[MetricSample] = []
+
+
+class _Transitions(msgspec.Struct):
+    transitions: list[Transition] = []
+
+
+class AsyncClient:
+    """A connection to an OpenDsec server, shared by all its sandboxes. Close it after use.
+
+    Args:
+        base_url: Address of the server. None: ``OPENDSEC_API_URL``, ``E2B_API_URL``, else
+            ``http://127.0.0.1:7300``.
+        api_key: None: ``OPENDSEC_API_KEY``, ``E2B_API_KEY``, else the key file of a server on
+            this machine, if it may be read.
+        sandbox_url: Where sandbox traffic goes, if not to ``base_url``.
+        retries_max: How often a failed call that may be repeated is repeated, with growing
+            pauses. 0: never.
+
+    Every method can raise:
+
+    * ``Unauthenticated``, ``Forbidden``: the key is missing, unknown, or not enough.
+    * ``ConnectionFailed``: the server cannot be reached.
+    * any other ``OpendsecError`` the server answers with.
+
+    Raises:
+        NotConfigured: the address makes no sense.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        sandbox_url: str | None = None,
+        retries_max: int = _limits.RETRIES_MAX_DEFAULT,
+    ) -> None:
+        self.settings = _settings.resolve(base_url, api_key, sandbox_url)
+        self._transport = AsyncTransport(self.settings, RetryPolicy(retries_max))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close every connection. Sandboxes live on."""
+        await self._transport.aclose()
+
+    async def create(
+        self,
+        template: str = "base",
+        *,
+        cpu: float | None = None,
+        memory_mb: int | None = None,
+        disk_mb: int | None = None,
+        env: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        labels: Sequence[str] = (),
+        task_id: str | None = None,
+        timeout_s: float = 300,
+        idle_timeout_s: float | None = None,
+        on_timeout: OnTimeout = "kill",
+        network: NetworkPolicy | None = None,
+        backend: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncSandbox:
+        """Create a sandbox and return when it can run commands.
+
+        The call carries an idempotency key, so a repetition after a lost answer finds the sandbox
+        of the first try and never makes a second one.
+
+        Args:
+            template: Name or id of a template.
+            cpu: Cores; fractions are allowed. None: the template's default.
+            memory_mb: Memory in MiB. None: the template's default.
+            disk_mb: Writable disk in MiB. None: the template's default.
+            env: Environment of every command.
+            metadata: Your own facts, to filter lists by.
+            labels: Your own words, to filter lists by.
+            task_id: The job it belongs to.
+            timeout_s: It ends after so many seconds.
+            idle_timeout_s: It ends after so many seconds without a request. None: never.
+            on_timeout: ``kill``, or ``pause`` where the server can.
+            network: None: open internet, closed private networks.
+            backend: ``container`` or another the server offers. None: the server's default.
+            idempotency_key: 1 to 255 of ``[A-Za-z0-9._:-]``. None: a new one per call. Give your
+                own to have retries across restarts of your program find the same sandbox.
+
+        Raises:
+            InvalidRequest: a value is malformed or out of range.
+            TemplateNotFound: there is no such template.
+            IdempotencyMismatch: the key was used before with other arguments.
+            QuotaExceeded, NodeFull: there is no room now, also after the retries.
+            SandboxStartFailed, StartTimeout: it did not start; nothing of it is left.
+        """
+        body: dict[str, Any] = {
+            "template": template,
+            "cpu": cpu,
+            "memory_mb": memory_mb,
+            "disk_mb": disk_mb,
+            "env": dict(env) if env else None,
+            "metadata": dict(metadata) if metadata else None,
+            "labels": list(labels) or None,
+            "task_id": task_id,
+            "timeout_s": timeout_s,
+            "idle_timeout_s": idle_timeout_s,
+            "on_timeout": on_timeout,
+            "network": network,
+            "backend": backend,
+        }
+        record = await self._transport.api(
+            "POST",
+            "/v1/sandboxes",
+            SandboxInfo,
+            body={name: value for name, value in body.items() if value is not None},
+            headers={"Idempotency-Key": idempotency_key or uuid.uuid4().hex},
+            timeout_s=_limits.CREATE_TIMEOUT_S,
+        )
+        return AsyncSandbox(self, record, owns_client=False)
+
+    async def connect(self, sandbox_id: str, *, timeout_s: float | None = None) -> AsyncSandbox:
+        """Connect to a running sandbox.
+
+        Args:
+            timeout_s: Let it live at least so long from now. Never shortens its life.
+
+        Raises:
+            SandboxNotFound: unknown, or ended.
+        """
+        record = await self._transport.api(
+            "POST",
+            f"{_path(sandbox_id)}/connect",
+            SandboxInfo,
+            body={} if timeout_s is None else {"timeout_s": timeout_s},
+        )
+        return AsyncSandbox(self, record, owns_client=False)
+
+    async def list(
+        self,
+        *,
+        states: Sequence[str] = ("running", "paused"),
+        task_id: str | None = None,
+        labels: Sequence[str] = (),
+        metadata: Mapping[str, str] | None = None,
+        template: str | None = None,
+        limit: int | None = None,
+    ) -> AsyncIterator[SandboxInfo]:
+        """Sandboxes of the key's project that fit every given filter, page by page.
+
+        Args:
+            states: See ``SandboxInfo.state``.
+            labels: It must have all of them.
+            metadata: It must have all of these pairs.
+            limit: End after so many. None: all.
+        """
+        params: dict[str, str | int | list[str]] = {"state": ",".join(states)}
+        if task_id is not None:
+            params["task_id"] = task_id
+        if template is not None:
+            params["template"] = template
+        if labels:
+            params["label"] = [*labels]
+        if metadata:
+            params["metadata"] = [f"{key}:{value}" for key, value in metadata.items()]
+        left = limit
+        while left is None or left > 0:
+            params["limit"] = (
+                _limits.LIST_PAGE_MAX if left is None else min(left, _limits.LIST_PAGE_MAX)
+            )
+            page = await self._transport.api("GET", "/v1/sandboxes", _SandboxPage, params=params)
+            for record in page.sandboxes:
+                yield record
+            if page.next_cursor is None:
+                return
+            params["cursor"] = page.next_cursor
+            if left is not None:
+                left -= len(page.sandboxes)
+
+    async def info(self, sandbox_id: str) -> SandboxInfo:
+        """The record of a sandbox, also of an ended one.
+
+        Raises:
+            SandboxNotFound: the server does not know it.
+        """
+        return await self._transport.api("GET", _path(sandbox_id), SandboxInfo)
+
+    async def kill(self, sandbox_id: str) -> bool:
+        """End a sandbox in any state. False if the server does not know it (any more)."""
+        try:
+            await self._transport.api("DELETE", _path(sandbox_id), SandboxInfo)
+        except SandboxNotFound:
+            return False
+        return True
+
+    async def set_timeout(self, sandbox_id: str, timeout_s: float) -> SandboxInfo:
+        """Let a sandbox end ``timeout_s`` from now; see ``AsyncSandbox.set_timeout``."""
+        return await self._transport.api(
+            "POST", f"{_path(sandbox_id)}/timeout", SandboxInfo, body={"timeout_s": timeout_s}
+        )
+
+    async def set_network(self, sandbox_id: str, network: NetworkPolicy) -> SandboxInfo:
+        """Replace a sandbox's network policy; see ``AsyncSandbox.set_network``."""
+        return await self._transport.api(
+            "PUT", f"{_path(sandbox_id)}/network", SandboxInfo, body=network
+        )
+
+    async def metrics(
+        self, sandbox_id: str, *, start: float | None = None, end: float | None = None
+    ) -> builtins.list[MetricSample]:
+        """Readings of a sandbox; see ``AsyncSandbox.metrics``."""
+        params = {
+            name: str(value)
+            for name, value in (("start", start), ("end", end))
+            if value is not None
+        }
+        reply = await self._transport.api(
+            "GET", f"{_path(sandbox_id)}/metrics", _Samples, params=params
+        )
+        return reply.samples
+
+    async def transitions(self, sandbox_id: str) -> builtins.list[Transition]:
+        """The changes of a sandbox's state, oldest first, with reasons."""
+        reply = await self._transport.api("GET", f"{_path(sandbox_id)}/transitions", _Transitions)
+        return reply.transitions
+
+    async def templates(self) -> builtins.list[TemplateInfo]:
+        """The templates the key's project can use."""
+        reply = await self._transport.api("GET", "/v1/templates", _Templates)
+        return reply.templates
+
+    async def server_info(self) -> ServerInfo:
+        """What the server is and can do."""
+        return await self._transport.api("GET", "/v1/info", ServerInfo)
+
+
+def _path(sandbox_id: str) -> str:
+    """The sandbox's path; the id is quoted, so that a bad one cannot name another path."""
+    if not sandbox_id:
+        raise InvalidRequest("The sandbox id is empty.")
+    return f"/v1/sandboxes/{quote(sandbox_id, safe='')}"

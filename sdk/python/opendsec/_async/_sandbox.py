@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sandbox."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
+
+import httpx2
+
+from opendsec import _limits, _ports
+from opendsec._errors import InvalidRequest, OpendsecError, SandboxNotFound, WaitTimeout
+from opendsec._models import (
+    CommandResult,
+    MetricSample,
+    NetworkPolicy,
+    OnTimeout,
+    ProcessInfo,
+    SandboxInfo,
+    Transition,
+)
+
+from . import _process
+from ._concurrency import Content, OutputCallback, alongside, sleep
+from ._connect import AsyncSandboxWire
+from ._files import AsyncFiles
+from ._process import AsyncProcess, AsyncPty, Command
+
+if TYPE_CHECKING:
+    from ._client import AsyncClient
+
+
+class AsyncSandbox:
+    """A running sandbox.
+
+    Make one with ``AsyncSandbox.create()`` or ``AsyncClient.create()``. As a context manager it
+    is killed at the end of the block::
+
+        async with await AsyncSandbox.create() as sandbox:
+            result = await sandbox.exec("echo hello")
+            print(result.stdout)
+
+    Attributes:
+        files: The sandbox's files.
+        record: What the server said of it last; ``info()`` asks again.
+        kill_on_exit: Whether the end of a ``with`` block kills it. Set it to False to keep it.
+    """
+
+    def __init__(self, client: AsyncClient, record: SandboxInfo, *, owns_client: bool) -> None:
+        self._client = client
+        self._owns_client = owns_client
+        self.record = record
+        self.kill_on_exit = True
+        self._wire = AsyncSandboxWire(client._transport, record.sandbox_id, record.access_token)
+        self.files = AsyncFiles(self._wire)
+
+    @classmethod
+    async def create(
+        cls,
+        template: str = "base",
+        *,
+        cpu: float | None = None,
+        memory_mb: int | None = None,
+        disk_mb: int | None = None,
+        env: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        labels: Sequence[str] = (),
+        task_id: str | None = None,
+        timeout_s: float = 300,
+        idle_timeout_s: float | None = None,
+        on_timeout: OnTimeout = "kill",
+        network: NetworkPolicy | None = None,
+        backend: str | None = None,
+        idempotency_key: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ) -> AsyncSandbox:
+        """Create a sandbox with a client of its own, made from the environment.
+
+        The client is closed with the sandbox. To make many sandboxes, use one ``AsyncClient``.
+        See ``AsyncClient.create`` for the arguments and the errors.
+        """
+        from ._client import AsyncClient
+
+        client = AsyncClient(base_url=base_url, api_key=api_key)
+        try:
+            sandbox = await client.create(
+                template,
+                cpu=cpu,
+                memory_mb=memory_mb,
+                disk_mb=disk_mb,
+                env=env,
+                metadata=metadata,
+                labels=labels,
+                task_id=task_id,
+                timeout_s=timeout_s,
+                idle_timeout_s=idle_timeout_s,
+                on_timeout=on_timeout,
+                network=network,
+                backend=backend,
+                idempotency_key=idempotency_key,
+            )
+        except BaseException:
+            await client.aclose()
+            raise
+        sandbox._owns_client = True
+        return sandbox
+
+    @classmethod
+    async def connect(
+        cls,
+        sandbox_id: str,
+        *,
+        timeout_s: float | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ) -> AsyncSandbox:
+        """Connect to a running sandbox with a client of its own; see ``AsyncClient.connect``."""
+        from ._client import AsyncClient
+
+        client = AsyncClient(base_url=base_url, api_key=api_key)
+        try:
+            sandbox = await client.connect(sandbox_id, timeout_s=timeout_s)
+        except BaseException:
+            await client.aclose()
+            raise
+        sandbox._owns_client = True
+        return sandbox
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.sandbox_id} {self.record.state}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self.kill_on_exit:
+                await self.kill()
+        except OpendsecError:
+            if exc is None:
+                raise
+            # The block's own failure says more; the sandbox still ends at its time-out.
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close this object's connections, if they are its own. The sandbox lives on."""
+        if self._owns_client:
+            await self._client.aclose()
+
+    # --- life -----------------------------------------------------------------
+
+    @property
+    def sandbox_id(self) -> str:
+        """Its id."""
+        return self.record.sandbox_id
+
+    async def info(self) -> SandboxInfo:
+        """Ask the server for its present record; also after its end.
+
+        Raises:
+            SandboxNotFound: the server does not know it (any more).
+        """
+        self.record = await self._client.info(self.sandbox_id)
+        return self.record
+
+    async def is_running(self) -> bool:
+        """Whether its agent answers.
+
+        Raises:
+            OpendsecError: neither yes nor no could be found out.
+        """
+        try:
+            return await self._wire.is_healthy()
+        except SandboxNotFound:
+            return False
+
+    async def set_timeout(self, timeout_s: float) -> SandboxInfo:
+        """Let it end ``timeout_s`` from now, whether earlier or later than before.
+
+        Raises:
+            SandboxNotFound: it has ended.
+        """
+        self.record = await self._client.set_timeout(self.sandbox_id, timeout_s)
+        return self.record
+
+    async def set_network(self, network: NetworkPolicy) -> SandboxInfo:
+        """Replace its network policy, at once and as a whole.
+
+        Raises:
+            SandboxNotFound: it has ended.
+        """
+        self.record = await self._client.set_network(self.sandbox_id, network)
+        return self.record
+
+    async def kill(self) -> bool:
+        """End it. Returns when nothing of it runs; False if it had ended before."""
+        return await self._client.kill(self.sandbox_id)
+
+    async def metrics(
+        self, *, start: float | None = None, end: float | None = None
+    ) -> list[MetricSample]:
+        """Readings of its CPU, memory and disk, oldest first.
+
+        Args:
+            start: Unix seconds; None: as far back as they are kept.
+            end: Unix seconds; None: now.
+        """
+        return await self._client.metrics(self.sandbox_id, start=start, end=end)
+
+    async def transitions(self) -> list[Transition]:
+        """The changes of its state, oldest first, with reasons."""
+        return await self._client.transitions(self.sandbox_id)
+
+    # --- processes ------------------------------------------------------------
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+        stdin: Content | None = None,
+        on_stdout: OutputCallback | None = None,
+        on_stderr: OutputCallback | None = None,
+        check: bool = False,
+        output_limit_bytes: int = _limits.OUTPUT_BYTES_MAX_DEFAULT,
+    ) -> CommandResult:
+        """Run a command and wait for its end.
+
+        A child it leaves in the background does not delay the return. If the wait is abandoned
+        (cancelled, Ctrl-C, or a callback fails), the command is killed. It is never started twice:
+        a start that may have been seen by the sandbox is not repeated.
+
+        Args:
+            command: A line for ``bash -l -c``, or a list: a program and its arguments, no shell.
+            cwd: Directory to run in. None: the user's home.
+            env: Added to the sandbox's environment.
+            user: Account to run as. None: the template's default, usually ``user``.
+            timeout_s: Kill it after so many seconds. None: no limit but the sandbox's own life.
+            stdin: What it reads: bytes, text, an open binary file or an iterable of bytes.
+                None: nothing.
+            on_stdout: Called with each piece of output as it comes.
+            on_stderr: Called with each piece of error output as it comes.
+            check: Raise unless the exit code is 0.
+            output_limit_bytes: Of stdout and of stderr, keep the first so many bytes (default
+                16 MiB each). More is read, given to the callbacks, and dropped; the result's
+                ``truncated`` tells.
+
+        Raises:
+            CommandFailed: ``check`` and another exit code than 0.
+            CommandTimeout: it reached ``timeout_s``; it and its children were killed.
+            InvalidRequest: ``cwd`` or ``user`` does not exist, or the program cannot be started.
+            SandboxNotFound: the sandbox ended, or had ended before.
+            ConnectionFailed: the stream broke. ``sandbox_alive`` says whether the sandbox still
+                answers; ``pid`` serves to attach again. An exit code is never made up.
+        """
+        process = await self.spawn(
+            command,
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout_s=timeout_s,
+            stdin=stdin is not None,
+            output_limit_bytes=output_limit_bytes,
+        )
+        feed = None if stdin is None else lambda: _process.feed_stdin(process, stdin)
+        async with process:
+            try:
+                async with alongside(feed):
+                    return await process.wait(on_stdout=on_stdout, on_stderr=on_stderr, check=check)
+            except OpendsecError:
+                raise
+            except BaseException:
+                await _process.kill_quietly(process)
+                raise
+
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+        stdin: bool = False,
+        tag: str | None = None,
+        output_limit_bytes: int = _limits.OUTPUT_BYTES_MAX_DEFAULT,
+    ) -> AsyncProcess:
+        """Start a command and return at once.
+
+        Args:
+            stdin: Whether its input can be written to; otherwise it reads nothing.
+            tag: A name to attach by; must be unique among the running ones.
+
+        The other arguments and the errors are those of ``exec``.
+        """
+        return await _process.start_process(
+            self._wire,
+            command,
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout_s=timeout_s,
+            stdin=stdin,
+            tag=tag,
+            output_limit_bytes=output_limit_bytes,
+        )
+
+    async def pty(
+        self,
+        command: Command | None = None,
+        *,
+        cols: int = 80,
+        rows: int = 24,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncPty:
+        """Start a command on a terminal of its own and return at once.
+
+        Args:
+            command: None: an interactive login shell.
+            cols: Width in characters.
+            rows: Height in characters.
+
+        The other arguments and the errors are those of ``exec``.
+        """
+        return await _process.start_pty(
+            self._wire,
+            command,
+            cols=cols,
+            rows=rows,
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout_s=timeout_s,
+        )
+
+    async def attach(
+        self,
+        process: int | str,
+        *,
+        timeout_s: float | None = None,
+        output_limit_bytes: int = _limits.OUTPUT_BYTES_MAX_DEFAULT,
+    ) -> AsyncPty:
+        """Connect to a process that was started before; an ended one for 30 seconds.
+
+        Output from before is not repeated. The returned object's terminal methods only work if
+        the process has a terminal.
+
+        Args:
+            process: Its pid, or its tag.
+            timeout_s: How long to stay connected at most. None: no limit.
+
+        Raises:
+            ProcessNotFound: there is no such process.
+        """
+        return await _process.attach_process(
+            self._wire, process, timeout_s=timeout_s, output_limit_bytes=output_limit_bytes
+        )
+
+    async def processes(self) -> list[ProcessInfo]:
+        """The running processes that were started through the API."""
+        return await _process.list_processes(self._wire)
+
+    # --- ports ----------------------------------------------------------------
+
+    def host(self, port: int) -> str:
+        """Name a port of the sandbox is served under, without scheme."""
+        return f"{_checked_port(port)}-{self.sandbox_id}.{self.record.domain}"
+
+    def url(self, port: int) -> str:
+        """Address of an HTTP service in the sandbox, for browsers and other programs."""
+        scheme = urlsplit(self._client.settings.base_url).scheme
+        return f"{scheme}://{self.host(port)}"
+
+    def http(self, port: int) -> httpx2.AsyncClient:
+        """An HTTP client for a service in the sandbox; the caller closes it.
+
+        It goes by the server's address with routing headers, so it works without DNS for
+        ``url()``, and it carries the traffic token.
+        """
+        headers = {"E2b-Sandbox-Id": self.sandbox_id, "E2b-Sandbox-Port": str(_checked_port(port))}
+        if self.record.traffic_token:
+            headers["E2b-Traffic-Access-Token"] = self.record.traffic_token
+        return self._client._transport.new_http_client(self._wire.base_url, headers)
+
+    async def wait_for_port(self, port: int, *, timeout_s: float = 30.0) -> None:
+        """Wait until something in the sandbox listens on a TCP port. Nothing is sent to it.
+
+        Raises:
+            WaitTimeout: nothing listened within ``timeout_s``.
+        """
+        _checked_port(port)
+        deadline = time.monotonic() + timeout_s
+        pause_s = _limits.POLL_MIN_S
+        while True:
+            tables = await self.exec(_ports.LISTENERS_COMMAND, timeout_s=_limits.REQUEST_TIMEOUT_S)
+            if _ports.is_listening(tables.stdout, port):
+                return
+            if time.monotonic() + pause_s > deadline:
+                raise WaitTimeout(f"Nothing listened on port {port} within {timeout_s:g} s.")
+            await sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _limits.POLL_MAX_S)
+
+
+def _checked_port(port: int) -> int:
+    if not 1 <= port <= 65535:
+        raise InvalidRequest(f"{port} is not a TCP port (1 to 65535).")
+    return port

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception this package raises on purpose.
+
+The upper half mirrors the codes of the server; classes marked *local* are decided here.
+
+::
+
+    OpendsecError
+    ├── UserError            fault=user      the caller must change something
+    │   ├── InvalidRequest
+    │   ├── Unauthenticated
+    │   ├── Forbidden
+    │   ├── NotFound
+    │   │   ├── SandboxNotFound
+    │   │   ├── TemplateNotFound
+    │   │   ├── FileNotFound            local
+    │   │   └── ProcessNotFound         local
+    │   ├── Conflict
+    │   │   ├── IdempotencyMismatch
+    │   │   ├── IdempotencyInProgress   (retryable)
+    │   │   ├── StateConflict
+    │   │   └── AlreadyExists           local
+    │   ├── PayloadTooLarge
+    │   ├── NotSupported
+    │   ├── NotConfigured               local
+    │   ├── DiskFull                    local
+    │   ├── PortNotOpen                 local
+    │   ├── WaitTimeout                 local
+    │   ├── CommandFailed               local
+    │   └── CommandTimeout              local
+    ├── CapacityError        fault=capacity  try later or elsewhere (retryable)
+    │   ├── QuotaExceeded
+    │   └── NodeFull
+    └── PlatformError        fault=platform  never the program's failure
+        ├── Internal
+        ├── SandboxStartFailed          (retryable)
+        ├── AgentUnresponsive           (retryable)
+        ├── NodeUnavailable             (retryable)
+        ├── StoreUnavailable            (retryable)
+        ├── StartTimeout                (retryable)
+        ├── ConnectionFailed            local (retryable)
+        └── BadResponse                 local
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from ._models import CommandResult
+
+Fault = Literal["user", "platform", "capacity"]
+FAULTS: tuple[Fault, ...] = ("user", "platform", "capacity")
+
+
+class OpendsecError(Exception):
+    """Base of every failure.
+
+    Attributes:
+        code: Stable word for programs, such as ``sandbox_not_found``.
+        message: What happened, in one sentence.
+        remediation: What the reader should do.
+        retryable: Whether the same call may work later without a change.
+        fault: Who has to act: ``user``, ``platform`` or ``capacity``. A grader must score only
+            ``user`` failures as the program's own.
+        request_id: The server's id of the request, for its log. None if no answer came.
+        details: Further facts from the server.
+        http_status: Status of the answer; None if no answer came.
+        retry_after_s: When to try again, in seconds, if the server said so.
+    """
+
+    code: str = "internal"
+    fault: Fault = "platform"
+    retryable: bool = False
+    default_remediation: ClassVar[str] = (
+        "Look at the server's log for the request id; report it if it repeats."
+    )
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        remediation: str | None = None,
+        request_id: str | None = None,
+        details: Mapping[str, Any] | None = None,
+        http_status: int | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remediation = remediation or self.default_remediation
+        self.request_id = request_id
+        self.details: dict[str, Any] = dict(details or {})
+        self.http_status = http_status
+        self.retry_after_s = retry_after_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """The error as plain JSON types, in the shape of the server's ``error`` object."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "remediation": self.remediation,
+            "retryable": self.retryable,
+            "fault": self.fault,
+            "details": self.details,
+            "request_id": self.request_id,
+        }
+
+
+# --- user -------------------------------------------------------------------
+
+
+class UserError(OpendsecError):
+    """The caller must change something before the call can work."""
+
+    code = "invalid_request"
+    fault: Fault = "user"
+    default_remediation = "Correct the request and send it again."
+
+
+class InvalidRequest(UserError):
+    """A field is missing, malformed or out of range."""
+
+
+class Unauthenticated(UserError):
+    """No API key or access token, or one that is not known."""
+
+    code = "unauthenticated"
+    default_remediation = (
+        "Pass api_key= or set OPENDSEC_API_KEY. `opendsec env` prints the key of a local server."
+    )
+
+
+class Forbidden(UserError):
+    """The key is valid but has no right to this object."""
+
+    code = "forbidden"
+    default_remediation = "Use a key of the project that owns the object."
+
+
+class NotFound(UserError):
+    """The named object does not exist, or is not the caller's."""
+
+    code = "not_found"
+    default_remediation = "Check the name; list what exists."
+
+
+class SandboxNotFound(NotFound):
+    """No such sandbox: unknown, another project's, or ended.
+
+    Also raised when a sandbox ends under a running call. Then ``details["end_reason"]`` says why,
+    if the server still knows, and ``fault`` follows the server's record.
+    """
+
+    code = "sandbox_not_found"
+    default_remediation = (
+        "Check the id, or list sandboxes. An ended sandbox cannot be used again: create a new one."
+    )
+
+
+class TemplateNotFound(NotFound):
+    """No such template for this caller."""
+
+    code = "template_not_found"
+    default_remediation = "List templates and use one of their names."
+
+
+class FileNotFound(NotFound):
+    """No such file or directory in the sandbox."""
+
+    code = "file_not_found"
+    default_remediation = "Check the path; a relative path starts at the user's home."
+
+
+class ProcessNotFound(NotFound):
+    """No such process in the sandbox; an ended one is remembered for 30 seconds."""
+
+    code = "process_not_found"
+    default_remediation = "List the sandbox's processes."
+
+
+class Conflict(UserError):
+    """The request contradicts the object's present state."""
+
+    code = "conflict"
+    default_remediation = "Read the object's state and decide again."
+
+
+class IdempotencyMismatch(Conflict):
+    """The idempotency key was used before with other parameters."""
+
+    code = "idempotency_request_mismatch"
+    default_remediation = "Use a new idempotency key for a request with other parameters."
+
+
+class IdempotencyInProgress(Conflict):
+    """The first request with this idempotency key is still running."""
+
+    code = "idempotency_request_in_progress"
+    retryable = True
+    default_remediation = "Wait and repeat the same request with the same key."
+
+
+class StateConflict(Conflict):
+    """The sandbox is in a state that does not allow the operation."""
+
+    code = "sandbox_state_conflict"
+
+
+class AlreadyExists(Conflict):
+    """The path exists already."""
+
+    code = "already_exists"
+    default_remediation = "Choose another path, or remove the present one first."
+
+
+class PayloadTooLarge(UserError):
+    """The request body is above the server's limit."""
+
+    code = "payload_too_large"
+    default_remediation = "Send a smaller body. Upload file contents through the files API."
+
+
+class NotSupported(UserError):
+    """This server, or this template, does not offer the feature."""
+
+    code = "not_supported"
+    default_remediation = "See the status table in the documentation for what is supported."
+
+
+class NotConfigured(UserError):
+    """The client lacks a setting, or has one that makes no sense."""
+
+    code = "not_configured"
+    default_remediation = (
+        "Set OPENDSEC_API_URL and OPENDSEC_API_KEY, or pass base_url= and api_key=."
+    )
+
+
+class DiskFull(UserError):
+    """The sandbox's disk is full."""
+
+    code = "disk_full"
+    default_remediation = "Remove files, or create the sandbox with a larger disk_mb."
+
+
+class PortNotOpen(UserError):
+    """Nothing in the sandbox listens on the port."""
+
+    code = "port_not_open"
+    default_remediation = "Start the service first, and use wait_for_port()."
+
+
+class WaitTimeout(UserError):
+    """What was waited for did not happen in the given time."""
+
+    code = "wait_timeout"
+    default_remediation = "Wait longer, or find out why it does not happen."
+
+
+class CommandFailed(UserError):
+    """The command ended with another exit code than 0, and ``check=True`` was asked for.
+
+    Attributes:
+        result: Exit code and output.
+    """
+
+    code = "command_failed"
+    default_remediation = "Read the command's output."
+
+    def __init__(self, message: str, *, result: CommandResult) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class CommandTimeout(UserError):
+    """The command reached its ``timeout_s``; the sandbox killed it with all its children.
+
+    Attributes:
+        timeout_s: The limit it reached, in seconds.
+        stdout: What it had written until then, up to the output limit.
+        stderr: The same for its error output.
+    """
+
+    code = "command_timeout"
+    default_remediation = "Give the command a larger timeout_s, or make it faster."
+
+    def __init__(
+        self, message: str, *, timeout_s: float, stdout: str = "", stderr: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.timeout_s = timeout_s
+        self.stdout = stdout
+        self.stderr = stderr
+
+
+# --- capacity ---------------------------------------------------------------
+
+
+class CapacityError(OpendsecError):
+    """Nothing is broken; there is no room now."""
+
+    code = "capacity"
+    fault: Fault = "capacity"
+    retryable = True
+    default_remediation = "Try again later, or add capacity."
+
+
+class QuotaExceeded(CapacityError):
+    """A limit of the project is reached."""
+
+    code = "quota_exceeded"
+    default_remediation = "End sandboxes you no longer need, or ask for a higher quota."
+
+
+class NodeFull(CapacityError):
+    """The node has no free slot, memory or disk for another sandbox."""
+
+    code = "node_full"
+    default_remediation = "Try again when sandboxes have ended, or add a node."
+
+
+# --- platform ---------------------------------------------------------------
+
+
+class PlatformError(OpendsecError):
+    """Not the caller's to mend. A grader must never score it as the program's failure."""
+
+
+class Internal(PlatformError):
+    """A defect on the server's side."""
+
+
+class SandboxStartFailed(PlatformError):
+    """The sandbox could not be brought up; everything made for it was removed."""
+
+    code = "sandbox_start_failed"
+    retryable = True
+    default_remediation = (
+        "Retry with the same idempotency key. Run `opendsec doctor` if it repeats."
+    )
+
+
+class AgentUnresponsive(PlatformError):
+    """The guest agent of a running sandbox does not answer."""
+
+    code = "agent_unresponsive"
+    retryable = True
+    default_remediation = "Retry; if it repeats, kill the sandbox and create a new one."
+
+
+class NodeUnavailable(PlatformError):
+    """The node, or the control plane, cannot be reached or is shutting down."""
+
+    code = "node_unavailable"
+    retryable = True
+    default_remediation = "Retry after a moment."
+
+
+class StoreUnavailable(PlatformError):
+    """The control plane's database cannot be used; running sandboxes go on."""
+
+    code = "store_unavailable"
+    retryable = True
+    default_remediation = "Retry after a moment. Running sandboxes are not affected."
+
+
+class StartTimeout(PlatformError):
+    """The sandbox did not become ready within its start budget."""
+
+    code = "start_timeout"
+    retryable = True
+    default_remediation = "Retry with the same idempotency key."
+
+
+class ConnectionFailed(PlatformError):
+    """No answer, or only a part of it, came over the network.
+
+    Attributes:
+        sandbox_alive: After a broken stream the sandbox is asked for its health. True: it answered,
+            so only the connection failed and a process can be re-attached by its pid. None: it
+            could not be asked. (A sandbox that is gone raises ``SandboxNotFound`` instead.)
+        pid: The process whose stream broke, if its id was known.
+        stdout: What the command had written until then, up to the output limit.
+        stderr: The same for its error output.
+    """
+
+    code = "connection_failed"
+    retryable = True
+    default_remediation = (
+        "Check the address and that the server runs (`opendsec doctor`), then try again."
+    )
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        remediation: str | None = None,
+        request_id: str | None = None,
+        sandbox_alive: bool | None = None,
+        pid: int | None = None,
+    ) -> None:
+        super().__init__(message, remediation=remediation, request_id=request_id)
+        self.sandbox_alive = sandbox_alive
+        self.pid = pid
+        self.stdout = ""
+        self.stderr = ""
+
+
+class BadResponse(PlatformError):
+    """The answer does not follow the protocol: a wrong address, a proxy, or another version."""
+
+    code = "bad_response"
+    default_remediation = "Check that the address is that of an OpenDsec server of this version."
+
+
+def all_error_classes() -> list[type[OpendsecError]]:
+    """Every class of the tree, parents before children."""
+    found: list[type[OpendsecError]] = []
+    todo: list[type[OpendsecError]] = [OpendsecError]
+    while todo:
+        cls = todo.pop(0)
+        found.append(cls)
+        todo.extend(cls.__subclasses__())
+    return found

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every number of the client's behaviour, in one place."""
+
+from __future__ import annotations
+
+CONNECT_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 60.0
+"""No byte for so long on an ordinary call: the connection counts as lost."""
+
+CREATE_TIMEOUT_S = 90.0
+"""Above the server's own start budget, so that the server's typed answer arrives first."""
+
+HEALTH_TIMEOUT_S = 5.0
+
+KEEPALIVE_INTERVAL_S = 15
+"""Silent streams carry a sign of life this often."""
+
+STREAM_SILENCE_MAX_S = 60.0
+"""A stream without even a sign of life for so long counts as lost."""
+
+DEADLINE_GRACE_S = 10.0
+"""How long after a command's deadline the client waits for the server to end it."""
+
+KEEPALIVE_CONNECTIONS_MAX = 100
+KEEPALIVE_EXPIRY_S = 30.0
+
+RETRIES_MAX_DEFAULT = 6
+RETRY_BASE_S = 0.2
+RETRY_MAX_S = 10.0
+RETRY_AFTER_MAX_S = 60.0
+"""A server that asks for a longer pause gets this one."""
+
+OUTPUT_BYTES_MAX_DEFAULT = 16 * 1024 * 1024
+"""Of each of stdout and stderr, the first so many bytes are kept in a result."""
+
+FRAME_BYTES_MAX = 64 * 1024 * 1024
+ERROR_BODY_BYTES_MAX = 64 * 1024
+
+STDIN_CHUNK_BYTES = 128 * 1024
+FILE_CHUNK_BYTES = 256 * 1024
+
+LIST_PAGE_MAX = 100
+
+POLL_MIN_S = 0.05
+POLL_MAX_S = 1.0
+
+AGENT_PORT = 49983

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the server is and which key opens it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ._errors import NotConfigured
+
+DEFAULT_URL = "http://127.0.0.1:7300"
+DEFAULT_STATE_DIR = "/var/lib/opendsec"
+API_KEY_FILE = "api-key"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A resolved configuration of a client.
+
+    Attributes:
+        base_url: The server, without a trailing slash.
+        sandbox_url: Where sandbox traffic goes; the same unless set apart.
+        api_key_source: In words, for error messages and ``opendsec doctor``.
+    """
+
+    base_url: str
+    sandbox_url: str
+    api_key: str | None = field(repr=False)
+    url_source: str
+    api_key_source: str
+
+
+def is_loopback(url: str) -> bool:
+    """Whether the address can only be this machine."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.") or host.endswith(".localhost")
+
+
+def resolve(
+    base_url: str | None = None,
+    api_key: str | None = None,
+    sandbox_url: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Fill in what was not given.
+
+    Address: argument, ``OPENDSEC_API_URL``, ``E2B_API_URL``, else this machine's port 7300.
+    Key: argument, ``OPENDSEC_API_KEY``, ``E2B_API_KEY``, else the key file of a server on this
+    machine (only for loopback addresses: a local key must not travel to another host).
+
+    Raises:
+        NotConfigured: the address is not an http(s) URL.
+    """
+    env = os.environ if environ is None else environ
+    url, url_source = _first(
+        ("argument", base_url),
+        ("OPENDSEC_API_URL", env.get("OPENDSEC_API_URL")),
+        ("E2B_API_URL", env.get("E2B_API_URL")),
+        ("default", DEFAULT_URL),
+    )
+    url = _checked_url(url, url_source)
+    traffic_url = sandbox_url or env.get("OPENDSEC_SANDBOX_URL")
+    if not traffic_url and url_source == "E2B_API_URL":
+        traffic_url = env.get("E2B_SANDBOX_URL")
+    traffic_url = _checked_url(traffic_url, "sandbox_url") if traffic_url else url
+    key, key_source = _first(
+        ("argument", api_key),
+        ("OPENDSEC_API_KEY", env.get("OPENDSEC_API_KEY")),
+        ("E2B_API_KEY", env.get("E2B_API_KEY")),
+    )
+    if not key and is_loopback(url):
+        key, key_source = _local_key(env)
+    return Settings(url, traffic_url, key or None, url_source, key_source)
+
+
+def _first(*candidates: tuple[str, str | None]) -> tuple[str, str]:
+    for source, value in candidates:
+        if value:
+            return value, source
+    return "", "none"
+
+
+def _checked_url(url: str, source: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise NotConfigured(
+            f"{url!r} (from {source}) is not an address of a server.",
+            remediation="Give an address such as http://127.0.0.1:7300.",
+        )
+    return url.rstrip("/")
+
+
+def _local_key(env: Mapping[str, str]) -> tuple[str, str]:
+    path = Path(env.get("OPENDSEC_STATE_DIR") or DEFAULT_STATE_DIR) / API_KEY_FILE
+    try:
+        return path.read_text(encoding="ascii").strip(), str(path)
+    except (OSError, UnicodeDecodeError):
+        return "", "none"

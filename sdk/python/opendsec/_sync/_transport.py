@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+# Generated from _async/_transport.py by scripts/generate_sync.py. Do not edit.
+# ruff: noqa: SIM117, UP028
+"""HTTP with typed errors and bounded retries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import httpx2
+import msgspec
+
+from opendsec import _answers, _limits, _network
+from opendsec._errors import BadResponse, OpendsecError, Unauthenticated
+from opendsec._retry import Repeat, RetryPolicy
+from opendsec._settings import Settings, is_loopback
+
+from . import _concurrency
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+RequestMaker = Callable[[], httpx2.Request]
+"""Makes a fresh request for each try, since a sent body cannot be sent again."""
+
+
+class Transport:
+    """One connection pool for the API and for sandbox traffic."""
+
+    def __init__(self, settings: Settings, retry: RetryPolicy) -> None:
+        self.settings = settings
+        self.retry = retry
+        self.http = self.new_http_client(settings.base_url)
+
+    def new_http_client(
+        self, base_url: str, headers: Mapping[str, str] | None = None
+    ) -> httpx2.Client:
+        """A client with our limits. Proxies of the environment are not used for loopback."""
+        return httpx2.Client(
+            base_url=base_url,
+            headers={"User-Agent": _network.USER_AGENT, **(headers or {})},
+            verify=_network.ssl_context(),
+            limits=_network.LIMITS,
+            timeout=_network.timeout(_limits.REQUEST_TIMEOUT_S),
+            trust_env=not is_loopback(base_url),
+        )
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.http.close()
+
+    def api(
+        self,
+        method: str,
+        path: str,
+        reply: type[T],
+        *,
+        params: Mapping[str, str | int | list[str]] | None = None,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = _limits.REQUEST_TIMEOUT_S,
+        repeat: Repeat = Repeat.IDEMPOTENT,
+        retries: bool = True,
+    ) -> T:
+        """Call the native API and decode its answer.
+
+        Raises:
+            Unauthenticated: no key is configured, or the server does not know it.
+            OpendsecError: as the server says; ConnectionFailed without an answer.
+        """
+        key = self.settings.api_key
+        if key is None:
+            raise Unauthenticated("No API key is configured.")
+        all_headers = {"X-API-Key": key, **(headers or {})}
+        content = None
+        if body is not None:
+            content = msgspec.json.encode(body)
+            all_headers["Content-Type"] = "application/json"
+
+        def make() -> httpx2.Request:
+            return self.http.build_request(
+                method,
+                self.settings.base_url + path,
+                params=params,
+                content=content,
+                headers=all_headers,
+                timeout=_network.timeout(timeout_s),
+            )
+
+        response = self.exchange(make, repeat=repeat, retries=retries)
+        return decode(response, reply)
+
+    def exchange(
+        self, make: RequestMaker, *, repeat: Repeat, retries: bool = True
+    ) -> httpx2.Response:
+        """Send and read the whole answer; a success by contract.
+
+        Raises:
+            OpendsecError: any failure, typed.
+        """
+
+        def once() -> httpx2.Response:
+            response = self._send(make())
+            try:
+                self._read(response)
+            finally:
+                response.close()
+            return response
+
+        return self._tried(once, repeat, retries)
+
+    def open(self, make: RequestMaker, *, repeat: Repeat) -> httpx2.Response:
+        """Send and return once the head of a successful answer is there. The caller closes it.
+
+        Raises:
+            OpendsecError: any failure, typed.
+        """
+
+        def once() -> httpx2.Response:
+            return self._send(make())
+
+        return self._tried(once, repeat, retries=True)
+
+    def _tried(self, once: Callable[[], R], repeat: Repeat, retries: bool) -> R:
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return once()
+            except OpendsecError as error:
+                pause_s = self.retry.pause_s(error, tries, repeat) if retries else None
+                if pause_s is None:
+                    raise
+            _concurrency.sleep(pause_s)
+
+    def _send(self, request: httpx2.Request) -> httpx2.Response:
+        try:
+            response = self.http.send(request, stream=True)
+        except httpx2.HTTPError as exc:
+            raise _network.connection_failed(exc, origin(request)) from exc
+        if response.is_success:
+            return response
+        try:
+            body = self._error_body(response)
+        finally:
+            response.close()
+        raise _answers.from_http(response.status_code, response.headers, body)
+
+    def _read(self, response: httpx2.Response) -> None:
+        try:
+            response.read()
+        except httpx2.HTTPError as exc:
+            raise _network.connection_failed(exc, origin(response.request)) from exc
+
+    def _error_body(self, response: httpx2.Response) -> bytes:
+        body = b""
+        try:
+            for chunk in response.iter_bytes():
+                body += chunk
+                if len(body) > _limits.ERROR_BODY_BYTES_MAX:
+                    break
+        except httpx2.HTTPError:
+            pass  # The status alone still names the failure.
+        return body[: _limits.ERROR_BODY_BYTES_MAX]
+
+
+def origin(request: httpx2.Request) -> str:
+    """Scheme, host and port: enough to find the fault, and free of secrets in queries."""
+    url = request.url
+    return f"{url.scheme}://{url.netloc.decode('ascii', 'replace')}"
+
+
+def decode(response: httpx2.Response, reply: type[T]) -> T:
+    """The body as ``reply``.
+
+    Raises:
+        BadResponse: it is something else.
+    """
+    try:
+        return msgspec.json.decode(response.content or b"{}", type=reply, strict=False)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadResponse(
+            f"The answer of {origin(response.request)} cannot be read: {exc}",
+            http_status=response.status_code,
+            request_id=response.headers.get("x-request-id"),
+        ) from exc
