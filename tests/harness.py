@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -146,10 +147,8 @@ def _kill(identity: ProcessIdentity | None) -> None:
     os.kill(identity.pid, signal.SIGKILL)
     until = time.monotonic() + 10
     while time.monotonic() < until and Path(f"/proc/{identity.pid}").exists():
-        try:
+        with contextlib.suppress(ChildProcessError):
             os.waitpid(identity.pid, os.WNOHANG)
-        except ChildProcessError:
-            pass
         state = Path(f"/proc/{identity.pid}/stat")
         try:
             if state.read_text().rpartition(")")[2].split()[0] == "Z":

@@ -4,6 +4,7 @@
 Knows nothing of our code: only the published ``e2b`` package and the E2B_* variables.
 """
 
+import contextlib
 import json
 import sys
 import threading
@@ -103,10 +104,8 @@ def background_command_and_kill():
     command = sandbox.commands.run("sleep 300", background=True)
     assert command.pid in [process.pid for process in sandbox.commands.list()]
     assert command.kill() is True
-    try:
+    with contextlib.suppress(CommandExitException):
         command.wait()
-    except CommandExitException:
-        pass
     assert sandbox.commands.kill(command.pid) is False
 
 
