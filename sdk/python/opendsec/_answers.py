@@ -28,7 +28,7 @@ _BY_STATUS: dict[int, type[e.OpendsecError]] = {
     401: e.Unauthenticated,
     403: e.Forbidden,
     404: e.NotFound,
-    405: e.BadResponse,
+    405: e.MethodNotAllowed,
     409: e.Conflict,
     413: e.PayloadTooLarge,
     429: e.QuotaExceeded,

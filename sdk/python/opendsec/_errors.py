@@ -20,6 +20,7 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── IdempotencyInProgress   (retryable)
     │   │   ├── StateConflict
     │   │   └── AlreadyExists           local
+    │   ├── MethodNotAllowed
     │   ├── PayloadTooLarge
     │   ├── NotSupported
     │   ├── NotConfigured               local
@@ -213,6 +214,13 @@ class AlreadyExists(Conflict):
 
     code = "already_exists"
     default_remediation = "Choose another path, or remove the present one first."
+
+
+class MethodNotAllowed(UserError):
+    """The address exists, but not with this HTTP method: client and server do not match."""
+
+    code = "method_not_allowed"
+    default_remediation = "Use a client of the server's version."
 
 
 class PayloadTooLarge(UserError):

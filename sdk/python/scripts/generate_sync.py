@@ -23,7 +23,7 @@ BY_HAND = {"_concurrency.py", "__init__.py"}
 
 HEADER = """\
 # Generated from {source} by scripts/generate_sync.py. Do not edit.
-# ruff: noqa: SIM117, UP028
+# ruff: noqa: RUF100, SIM117, UP028
 """
 
 RULES = [

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Generated from _async/_connect.py by scripts/generate_sync.py. Do not edit.
-# ruff: noqa: SIM117, UP028
+# ruff: noqa: RUF100, SIM117, UP028
 """Calls to the guest agent of one sandbox: Connect with the JSON codec, and plain HTTP."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Generated from _async/_files.py by scripts/generate_sync.py. Do not edit.
-# ruff: noqa: SIM117, UP028
+# ruff: noqa: RUF100, SIM117, UP028
 """Files of a sandbox."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Generated from _async/_process.py by scripts/generate_sync.py. Do not edit.
-# ruff: noqa: SIM117, UP028
+# ruff: noqa: RUF100, SIM117, UP028
 """Processes in a sandbox: start, follow, feed, signal, and learn how they ended."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Generated from _async/_transport.py by scripts/generate_sync.py. Do not edit.
-# ruff: noqa: SIM117, UP028
+# ruff: noqa: RUF100, SIM117, UP028
 """HTTP with typed errors and bounded retries."""
 
 from __future__ import annotations

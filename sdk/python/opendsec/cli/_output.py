@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people and programs read: tables, JSON, errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from opendsec._errors import OpendsecError
+
+STATE_STYLES = {
+    "running": "green",
+    "paused": "yellow",
+    "failed": "red",
+    "ended": "dim",
+}
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Colour is for terminals whose owner did not object (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on one line."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows under headings: drawn on a terminal, plain aligned text elsewhere."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column, no_wrap=column in ("ID", "PID", "TIME", "STATE"))
+        for row in rows:
+            cells = (Text(cell, STATE_STYLES.get(cell, "")) for cell in row)
+            table.add_row(*cells)
+        Console(no_color=not wants_colour(sys.stdout)).print(table)
+        return
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    for row in [columns, *rows]:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(line.rstrip())
+
+
+def print_error(error: OpendsecError, *, as_json: bool) -> None:
+    """What happened, what to do, and what to quote when asking for help."""
+    if as_json:
+        import msgspec
+
+        sys.stderr.write(msgspec.json.encode({"error": error.to_dict()}).decode() + "\n")
+        return
+    red, dim, off = ("\x1b[31m", "\x1b[2m", "\x1b[0m") if wants_colour(sys.stderr) else ("",) * 3
+    facts = [f"code {error.code}", f"fault {error.fault}"]
+    if error.retryable:
+        facts.append("retryable")
+    if error.request_id:
+        facts.append(f"request {error.request_id}")
+    print(f"{red}opendsec: {error.message}{off}", file=sys.stderr)
+    print(f"  {error.remediation}", file=sys.stderr)
+    print(f"  {dim}{', '.join(facts)}{off}", file=sys.stderr)
+
+
+def note(text: str) -> None:
+    """A remark for people; programs read standard output and do not see it."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)
+
+
+def age(moment: datetime | None) -> str:
+    """How long ago, or how far ahead, in its largest unit."""
+    if moment is None:
+        return "-"
+    return span(abs((datetime.now(UTC) - moment).total_seconds()))
+
+
+def span(seconds: float) -> str:
+    """A duration in its largest unit, such as ``5m``."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length_s:
+            return f"{int(seconds // length_s)}{unit}"
+    return f"{int(seconds)}s"
+
+
+def size(count_bytes: float) -> str:
+    """A size in its largest binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count_bytes < 1024 or unit == "GiB":
+            return f"{count_bytes:.0f} {unit}" if unit == "B" else f"{count_bytes:.1f} {unit}"
+        count_bytes /= 1024
+    raise AssertionError("unreachable")

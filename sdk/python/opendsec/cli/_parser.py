@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line's grammar. Standard library only, so that help and completion are fast."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from opendsec._version import __version__
+
+from . import _exit
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+class _ProgramParser(argparse.ArgumentParser):
+    """A parser whose options end where the program to run begins, as with ``docker run``.
+
+    ``program_after`` positionals come first; what follows them, or ``--``, is the program and its
+    arguments, taken as it stands.
+    """
+
+    program_after = 0
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        own, program = self._split(list(args or ()))
+        namespace, unknown = super().parse_known_args(own, namespace)
+        namespace.program = program
+        return namespace, unknown
+
+    def _split(self, args: list[str]) -> tuple[list[str], list[str]]:
+        takes_value = {
+            option: action.nargs is None
+            for action in self._actions
+            for option in action.option_strings
+        }
+        positionals = 0
+        index = 0
+        while index < len(args):
+            word = args[index]
+            if word == "--":
+                return args[:index], args[index + 1 :]
+            if word.startswith("-") and word != "-":
+                index += 1 + (takes_value.get(word, False) or _cluster_wants(word, takes_value))
+                continue
+            if positionals == self.program_after:
+                return args[:index], args[index:]
+            positionals += 1
+            index += 1
+        return args, []
+
+
+def _cluster_wants(word: str, takes_value: dict[str, bool]) -> bool:
+    """Whether the last of grouped short options (``-itu root``) takes the next word."""
+    if word.startswith("--") or len(word) <= 2:
+        return False
+    for position, letter in enumerate(word[1:], start=1):
+        if takes_value.get(f"-{letter}", False):
+            return position == len(word) - 1
+    return False
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole grammar."""
+    parser = argparse.ArgumentParser(
+        prog="opendsec",
+        description="Isolated sandboxes from the command line.",
+        epilog=_exit.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"opendsec {__version__}")
+    parser.add_argument(
+        "--url", help="address of the server (default: OPENDSEC_API_URL, E2B_API_URL, local)"
+    )
+    parser.set_defaults(handler=None, json=False, runs_program=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command_name")
+    _add_run(commands)
+    _add_create(commands)
+    _add_listing(commands)
+    _add_exec(commands)
+    _add_files(commands)
+    _add_kill(commands)
+    _add_about(commands)
+    return parser
+
+
+def _command(
+    commands: Any,
+    name: str,
+    handler: str,
+    text: str,
+    *,
+    example: str = "",
+    parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
+    commands._parser_class = parser_class
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=f"example:\n{example}" if example else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    p = _command(
+        commands,
+        "run",
+        "_programs:run",
+        "create a sandbox, run a program in it, remove it",
+        example="  opendsec run -c 'print(6 * 7)'\n"
+        "  opendsec run -f train.py -- --epochs 3\n"
+        "  echo hi | opendsec run --no-network -- tr a-z A-Z",
+        parser_class=_ProgramParser,
+    )
+    p.set_defaults(runs_program=True)
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("-c", dest="code", metavar="CODE", help="Python code to run")
+    source.add_argument(
+        "-f", "--file", metavar="FILE", help="local script to run (.py, .js, .sh, or executable)"
+    )
+    _creation_options(p, timeout_s=3600)
+    _terminal_options(p)
+    p.add_argument("program", nargs="*", help="program and arguments; without it -c or -f")
+
+
+def _add_create(commands: Any) -> None:
+    p = _command(
+        commands,
+        "create",
+        "_sandboxes:create",
+        "create a sandbox and print its id",
+        example="  id=$(opendsec create --timeout 600 --label demo)",
+    )
+    _creation_options(p, timeout_s=300)
+
+
+def _creation_options(p: argparse.ArgumentParser, *, timeout_s: int) -> None:
+    p.add_argument("--template", default="base", help="default: base")
+    p.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=timeout_s,
+        metavar="SECONDS",
+        help=f"it ends after so long (default: {timeout_s})",
+    )
+    p.add_argument("--idle-timeout", type=_seconds, metavar="SECONDS", help="end when unused")
+    p.add_argument("--cpu", type=float, metavar="CORES", help="cores, such as 0.5")
+    p.add_argument("--memory", type=_mib, metavar="SIZE", help="memory: MiB, or 2g")
+    p.add_argument("--disk", type=_mib, metavar="SIZE", help="disk: MiB, or 10g")
+    p.add_argument(
+        "-e",
+        "--env",
+        action="append",
+        default=[],
+        type=_env_pair,
+        metavar="NAME=VALUE",
+        help="environment; NAME alone takes the value from here",
+    )
+    p.add_argument("--no-network", action="store_true", help="no internet")
+    p.add_argument("--allow", action="append", default=[], metavar="CIDR", help="open an address")
+    p.add_argument("--deny", action="append", default=[], metavar="CIDR", help="close an address")
+    p.add_argument("--label", action="append", default=[], help="your own word, to find it by")
+    p.add_argument(
+        "--metadata", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="facts"
+    )
+    p.add_argument("--task", help="id of the job it belongs to")
+    p.add_argument("--backend", help="container, or another the server offers")
+    p.add_argument("--idempotency-key", metavar="KEY", help="a second create finds the first")
+
+
+def _terminal_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("-i", "--interactive", action="store_true", help="pass the input on")
+    p.add_argument("-t", "--tty", action="store_true", help="run on a terminal (with -i)")
+    p.add_argument("-w", "--workdir", metavar="DIR", help="directory in the sandbox")
+    p.add_argument("-u", "--user", help="account in the sandbox")
+
+
+def _add_exec(commands: Any) -> None:
+    p = _command(
+        commands,
+        "exec",
+        "_programs:exec_",
+        "run a program in a sandbox",
+        example="  opendsec exec ID -- uname -a\n  opendsec exec -it ID bash",
+        parser_class=_ProgramParser,
+    )
+    p.program_after = 1  # type: ignore[attr-defined]
+    p.set_defaults(runs_program=True)
+    _terminal_options(p)
+    p.add_argument("-d", "--detach", action="store_true", help="print the pid and return")
+    p.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="kill it after so long")
+    p.add_argument("-e", "--env", action="append", default=[], type=_env_pair, metavar="NAME=VALUE")
+    p.add_argument("sandbox", metavar="ID")
+    p.add_argument("program", nargs="*", help="program and arguments")
+    p = _command(commands, "shell", "_programs:shell", "open a terminal in a sandbox")
+    p.set_defaults(runs_program=True)
+    p.add_argument("-u", "--user", help="account in the sandbox")
+    p.add_argument("-w", "--workdir", metavar="DIR", help="directory in the sandbox")
+    p.add_argument("sandbox", metavar="ID")
+
+
+def _add_listing(commands: Any) -> None:
+    p = _command(commands, "ls", "_sandboxes:ls", "list sandboxes")
+    p.add_argument("-a", "--all", action="store_true", help="ended ones too")
+    p.add_argument("--state", action="append", default=[], help="only these states")
+    _filter_options(p)
+    p.add_argument("--template")
+    p.add_argument("--limit", type=int, help="at most so many")
+    p.add_argument("-q", "--quiet", action="store_true", help="ids only")
+    p = _command(commands, "ps", "_sandboxes:ps", "list processes of a sandbox, or of all")
+    p.add_argument("sandbox", metavar="ID", nargs="?")
+    p = _command(commands, "info", "_sandboxes:info", "describe a sandbox, or the server")
+    p.add_argument("sandbox", metavar="ID", nargs="?")
+    p = _command(commands, "logs", "_sandboxes:logs", "what happened to a sandbox, and why")
+    p.add_argument("-f", "--follow", action="store_true", help="go on until it has ended")
+    p.add_argument("sandbox", metavar="ID")
+    p = _command(commands, "metrics", "_sandboxes:metrics", "CPU, memory and disk of a sandbox")
+    p.add_argument("--all", action="store_true", help="every kept reading, not only the last")
+    p.add_argument("sandbox", metavar="ID")
+    _command(commands, "templates", "_sandboxes:templates", "list templates")
+
+
+def _filter_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--task", help="of this job")
+    p.add_argument("--label", action="append", default=[], help="with this label")
+    p.add_argument("--metadata", action="append", default=[], type=_pair, metavar="KEY=VALUE")
+
+
+def _add_files(commands: Any) -> None:
+    p = _command(
+        commands,
+        "cp",
+        "_copy:cp",
+        "copy files and directories into or out of a sandbox",
+        example="  opendsec cp ./data ID:/home/user/data\n"
+        "  opendsec cp ID:/var/log/app.log -\n"
+        "  tar c . | opendsec cp - ID:/tmp/all.tar",
+    )
+    p.add_argument("-u", "--user", help="account in the sandbox")
+    p.add_argument("source", help="PATH, ID:PATH, or - for standard input")
+    p.add_argument("target", help="PATH, ID:PATH, or - for standard output")
+
+
+def _add_kill(commands: Any) -> None:
+    p = _command(commands, "kill", "_sandboxes:kill", "end sandboxes")
+    p.add_argument("sandboxes", metavar="ID", nargs="*")
+    p.add_argument("--all", action="store_true", help="every sandbox of the project")
+    _filter_options(p)
+
+
+def _add_about(commands: Any) -> None:
+    p = _command(commands, "url", "_about:url", "address of a port of a sandbox")
+    p.add_argument("sandbox", metavar="ID")
+    p.add_argument("port", type=int)
+    _command(
+        commands,
+        "env",
+        "_about:env",
+        "print the settings the E2B SDKs need, as shell exports",
+        example='  eval "$(opendsec env)"',
+    )
+    _command(commands, "doctor", "_doctor:doctor", "check this machine and the server")
+    p = _command(
+        commands,
+        "completion",
+        "_about:completion",
+        "print the completion script of a shell",
+        example="  opendsec completion bash > /etc/bash_completion.d/opendsec",
+    )
+    p.add_argument("shell", choices=SHELLS)
+
+
+# --- value types: their names appear in error messages ---------------------------
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return name, value
+
+
+def _env_pair(text: str) -> tuple[str, str]:
+    if text and "=" not in text:
+        if text not in os.environ:
+            raise argparse.ArgumentTypeError(f"{text} is not set here; write {text}=VALUE")
+        return text, os.environ[text]
+    return _pair(text)
+
+
+def _seconds(text: str) -> float:
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1)
+    try:
+        value = float(number) * unit
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90, 90s, 5m or 2h")
+    return int(value) if value.is_integer() else value
+
+
+def _mib(text: str) -> int:
+    units = {"m": 1, "g": 1024, "t": 1024 * 1024}
+    lower = text.lower().removesuffix("ib").removesuffix("b")
+    number, unit = (lower[:-1], units[lower[-1]]) if lower[-1:] in units else (lower, 1)
+    try:
+        value = float(number) * unit
+    except ValueError:
+        value = -1.0
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512, 512m or 2g")
+    return int(value)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From parsed options to a client and to the arguments of ``create``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from opendsec import Client, NetworkPolicy
+
+
+def client_of(args: argparse.Namespace, **options: Any) -> Client:
+    """A client for the server the user means."""
+    return Client(base_url=args.url, **options)
+
+
+def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``Client.create`` that were given."""
+    network = None
+    if args.no_network or args.allow or args.deny:
+        network = NetworkPolicy(
+            internet=not args.no_network, allow=tuple(args.allow), deny=tuple(args.deny)
+        )
+    return {
+        "template": args.template,
+        "cpu": args.cpu,
+        "memory_mb": args.memory,
+        "disk_mb": args.disk,
+        "env": dict(args.env),
+        "metadata": dict(args.metadata),
+        "labels": args.label,
+        "task_id": args.task,
+        "timeout_s": args.timeout,
+        "idle_timeout_s": args.idle_timeout,
+        "network": network,
+        "backend": args.backend,
+        "idempotency_key": args.idempotency_key,
+    }
