@@ -14,7 +14,9 @@
     │   ├── Conflict                  409
     │   │   ├── IdempotencyMismatch   409
     │   │   ├── IdempotencyInProgress 409  (retryable)
+    │   │   ├── IdempotencyOutcomeUnknown 422  (retryable)
     │   │   └── StateConflict         409
+    │   ├── MethodNotAllowed          405
     │   ├── PayloadTooLarge           413
     │   └── NotSupported              501
     ├── CapacityError        fault=capacity  try later or elsewhere
@@ -162,6 +164,23 @@ class IdempotencyInProgress(Conflict):
     code = "idempotency_request_in_progress"
     retryable = True
     default_remediation = "Wait and repeat the same request with the same key."
+
+
+class IdempotencyOutcomeUnknown(Conflict):
+    """What became of the first request with this key cannot be found out at the moment."""
+
+    code = "idempotency_outcome_unknown"
+    http_status = 422
+    retryable = True
+    default_remediation = "Repeat the same request with the same key a little later."
+
+
+class MethodNotAllowed(UserError):
+    """The path exists, but not with this method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+    default_remediation = "Use a method that the Allow header names."
 
 
 class StateConflict(Conflict):

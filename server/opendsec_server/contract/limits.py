@@ -42,3 +42,18 @@ START_BUDGET_S = 30.0
 
 METRICS_INTERVAL_S = 5.0
 METRICS_KEPT_S = 3_600.0
+
+PROJECT_SANDBOXES_MAX_DEFAULT = 100_000
+"""Sandboxes of one project that may be alive at once, unless the project says otherwise."""
+
+ENDED_RECORDS_KEPT_S = 30 * 24 * 3_600
+"""How long the record of an ended sandbox can be listed and read."""
+
+METRICS_BULK_IDS_MAX = 100
+LOG_ENTRIES_MAX = 1_000
+NAME_CHARS_MAX = 256
+"""Names of API keys and references to templates."""
+HTTPS_PORTS_MAX = 128
+E2B_REFRESH_S_MAX = 3_600
+E2B_REFRESH_S_DEFAULT = 15
+E2B_TIMEOUT_S_DEFAULT = 300

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""All of E2B's paths."""
+
+from __future__ import annotations
+
+from litestar import Response, get
+
+from opendsec_server.api.http import Request, no_content
+
+from . import logs, not_yet, sandboxes, templates
+
+
+@get("/health")
+async def health(request: Request) -> Response[None]:
+    """``GET /health``: needs no key."""
+    return no_content()
+
+
+OPEN_HANDLERS = [health]
+HANDLERS = [
+    *sandboxes.HANDLERS,
+    *logs.HANDLERS,
+    *templates.HANDLERS,
+    *not_yet.HANDLERS,
+]

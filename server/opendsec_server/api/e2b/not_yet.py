@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""E2B's calls that come later: refused with 501, never answered as if they had worked."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from litestar import Response, route
+from litestar.handlers import HTTPRouteHandler
+
+from opendsec_server.api.http import Request
+from opendsec_server.contract.errors import NotSupported
+
+from .sandboxes import visible
+
+_ON_SANDBOX = {
+    "pause": "pausing a sandbox",
+    "resume": "resuming a sandbox",
+    "fork": "forking a sandbox",
+    "snapshots": "taking a snapshot",
+}
+
+_LATER: dict[str, tuple[str, list[str]]] = {
+    "/snapshots": ("listing snapshots", ["GET"]),
+    "/templates": ("building a template", ["POST"]),
+    "/v2/templates": ("building a template", ["POST"]),
+    "/v3/templates": ("building a template", ["POST"]),
+    "/templates/tags": ("changing a template's tags", ["POST", "DELETE"]),
+    "/templates/{template_id:str}": (
+        "reading builds of a template, changing or deleting it",
+        ["GET", "POST", "PATCH", "DELETE"],
+    ),
+    "/v2/templates/{template_id:str}": ("changing a template", ["PATCH"]),
+    "/templates/{template_id:str}/tags": ("reading a template's tags", ["GET"]),
+    "/templates/{template_id:str}/tags/{part:str}": ("reading a template's tags", ["GET"]),
+    "/templates/{template_id:str}/tags/{tag:str}/assignments": (
+        "reading a template's tags",
+        ["GET"],
+    ),
+    "/templates/{template_id:str}/files/{digest:str}": ("uploading files of a build", ["GET"]),
+    "/templates/{template_id:str}/builds/{build_id:str}": ("building a template", ["POST"]),
+    "/v2/templates/{template_id:str}/builds/{build_id:str}": ("building a template", ["POST"]),
+    "/templates/{template_id:str}/builds/{build_id:str}/status": ("reading a build", ["GET"]),
+    "/templates/{template_id:str}/builds/{build_id:str}/logs": ("reading a build", ["GET"]),
+    "/volumes": ("using volumes", ["GET", "POST"]),
+    "/volumes/{volume_id:str}": ("using volumes", ["GET", "DELETE"]),
+    "/secrets": ("using secrets", ["GET", "POST"]),
+    "/secrets/{secret_id:str}": ("using secrets", ["GET", "POST", "DELETE"]),
+    "/events/sandboxes": ("reading events", ["GET"]),
+    "/events/sandboxes/{sandbox_id:str}": ("reading events", ["GET"]),
+    "/events/webhooks": ("using webhooks", ["GET", "POST"]),
+    "/events/webhooks/{webhook_id:str}": ("using webhooks", ["GET", "PATCH", "DELETE"]),
+    "/teams": ("listing teams", ["GET"]),
+    "/teams/{team_id:str}/metrics": ("reading a team's metrics", ["GET"]),
+    "/teams/{team_id:str}/metrics/max": ("reading a team's metrics", ["GET"]),
+    "/api-keys": ("managing keys by E2B's API", ["GET", "POST"]),
+    "/api-keys/{key_id:str}": ("managing keys by E2B's API", ["PATCH", "DELETE"]),
+}
+
+
+def _refuse(what: str) -> Callable[[Request], Awaitable[Response[Any]]]:
+    async def handler(request: Request) -> Response[Any]:
+        raise NotSupported(f"{what} is not supported yet")
+
+    return handler
+
+
+def _refuse_on_sandbox(what: str) -> Callable[[Request, str], Awaitable[Response[Any]]]:
+    async def handler(request: Request, sandbox_id: str) -> Response[Any]:
+        await visible(request, sandbox_id)
+        raise NotSupported(f"{what} is not supported yet")
+
+    return handler
+
+
+HANDLERS: list[HTTPRouteHandler] = [
+    *(
+        route(f"/sandboxes/{{sandbox_id:str}}/{name}", http_method=["POST"], status_code=501)(
+            _refuse_on_sandbox(what)
+        )
+        for name, what in _ON_SANDBOX.items()
+    ),
+    *(
+        route(path, http_method=methods, status_code=501)(_refuse(what))  # type: ignore[arg-type]
+        for path, (what, methods) in _LATER.items()
+    ),
+]

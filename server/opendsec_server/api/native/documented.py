@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What the OpenAPI document says of an operation, kept beside its handler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from opendsec_server.contract.errors import (
+    Internal,
+    OpendsecError,
+    StoreUnavailable,
+    Unauthenticated,
+)
+
+OPERATION_KEY = "operation"
+EVERYWHERE: tuple[type[OpendsecError], ...] = (Unauthenticated, StoreUnavailable, Internal)
+
+
+class Parameter(msgspec.Struct, kw_only=True, frozen=True):
+    """A query parameter or request header."""
+
+    name: str
+    description: str
+    schema: dict[str, Any]
+    place: str = "query"
+    example: Any = None
+
+
+class Operation(msgspec.Struct, kw_only=True, frozen=True):
+    """One operation of the native API."""
+
+    summary: str
+    description: str = ""
+    tag: str
+    request: type[msgspec.Struct] | None = None
+    request_required: bool = True
+    response: type[msgspec.Struct] | None = None
+    response_description: str = "Done."
+    response_headers: dict[str, str] = {}
+    status: int = 200
+    parameters: tuple[Parameter, ...] = ()
+    errors: tuple[type[OpendsecError], ...] = ()
+
+
+def documented(operation: Operation) -> dict[str, Any]:
+    """The handler's ``opt`` that carries its documentation."""
+    return {OPERATION_KEY: operation}

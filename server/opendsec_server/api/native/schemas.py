@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Bodies of the native API. Their constraints and descriptions are also its documentation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from opendsec_server.contract import limits
+from opendsec_server.contract.errors import Fault
+from opendsec_server.contract.node import Backend, NodeInfo, OnTimeout
+from opendsec_server.contract.states import EndReason, State
+
+Name = Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARS_MAX)]
+TimeoutS = Annotated[
+    int,
+    Meta(
+        ge=1,
+        le=limits.TIMEOUT_S_MAX,
+        description="Seconds from now after which the sandbox ends.",
+        examples=[300],
+    ),
+]
+Cpu = Annotated[
+    float,
+    Meta(
+        ge=limits.CPU_MIN,
+        le=limits.CPU_MAX,
+        description="CPUs, as a share of time. Default: the template's.",
+        examples=[2],
+    ),
+]
+MemoryMb = Annotated[
+    int,
+    Meta(
+        ge=limits.MEMORY_MB_MIN,
+        le=limits.MEMORY_MB_MAX,
+        description="Memory limit in MiB. Default: the template's.",
+        examples=[1024],
+    ),
+]
+DiskMb = Annotated[
+    int,
+    Meta(
+        ge=limits.DISK_MB_MIN,
+        le=limits.DISK_MB_MAX,
+        description="Limit of what the sandbox may write, in MiB. Default: the template's.",
+        examples=[10240],
+    ),
+]
+StringMap = dict[str, str]
+Rules = Annotated[
+    list[Annotated[str, Meta(max_length=64)]],
+    Meta(max_length=limits.NETWORK_RULES_MAX, examples=[["203.0.113.0/24"]]),
+]
+Time = Annotated[str, Meta(description="RFC 3339, UTC, microseconds.")]
+
+
+class Network(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a sandbox may reach, and who may reach it."""
+
+    internet: Annotated[
+        bool, Meta(description="False closes everything that `allow` does not open, DNS too.")
+    ] = True
+    allow: Annotated[
+        Rules, Meta(description="IPv4 addresses or CIDRs that are open. Beats `deny`.")
+    ] = []
+    deny: Annotated[Rules, Meta(description="IPv4 addresses or CIDRs that are closed.")] = []
+    allow_public_traffic: Annotated[
+        bool, Meta(description="False: user ports need the sandbox's `traffic_token`.")
+    ] = True
+    mask_request_host: Annotated[
+        str | None,
+        Meta(
+            description="Host header sent to user ports; `${PORT}` stands for the port.",
+            examples=["localhost:${PORT}"],
+        ),
+    ] = None
+    https_ports: Annotated[
+        list[Annotated[int, Meta(ge=1, le=65_535)]],
+        Meta(
+            max_length=limits.HTTPS_PORTS_MAX,
+            description="User ports that are spoken to over TLS.",
+            examples=[[8443]],
+        ),
+    ] = []
+
+
+class CreateSandbox(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A sandbox to make. Every field has a default."""
+
+    template: Annotated[Name, Meta(description="Name or id.", examples=["base"])] = "base"
+    cpu: Cpu | None = None
+    memory_mb: MemoryMb | None = None
+    disk_mb: DiskMb | None = None
+    env: Annotated[
+        StringMap,
+        Meta(
+            max_length=limits.ENV_KEYS_MAX,
+            description="Environment of every process started through the API. At most "
+            f"{limits.ENV_BYTES_MAX} bytes in all.",
+            examples=[{"LANG": "C.UTF-8"}],
+        ),
+    ] = {}
+    metadata: Annotated[
+        StringMap,
+        Meta(
+            max_length=limits.METADATA_KEYS_MAX,
+            description="The caller's own notes; lists can be filtered by them.",
+            examples=[{"run": "42"}],
+        ),
+    ] = {}
+    labels: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=limits.METADATA_KEY_CHARS_MAX)]],
+        Meta(max_length=limits.LABELS_MAX, examples=[["nightly"]]),
+    ] = []
+    task_id: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=limits.TASK_ID_CHARS_MAX)] | None,
+        Meta(description="The caller's job.", examples=["train-7"]),
+    ] = None
+    timeout_s: TimeoutS = limits.TIMEOUT_S_DEFAULT
+    idle_timeout_s: Annotated[
+        Annotated[int, Meta(ge=limits.IDLE_TIMEOUT_S_MIN, le=limits.TIMEOUT_S_MAX)] | None,
+        Meta(description="Seconds without a request after which the sandbox ends."),
+    ] = None
+    on_timeout: Annotated[OnTimeout, Meta(description="`pause` is not supported yet.")] = "kill"
+    backend: Backend = "container"
+    network: Network = Network()
+
+
+class SetTimeout(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A new end of life, sooner or later than before."""
+
+    timeout_s: TimeoutS
+
+
+class Connect(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How long the sandbox must live at least."""
+
+    timeout_s: TimeoutS = limits.TIMEOUT_S_DEFAULT
+
+
+class CreateKey(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """An API key to make."""
+
+    name: Annotated[Name, Meta(examples=["ci"])]
+
+
+class Sandbox(Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """One sandbox. Fields that a call does not show are absent."""
+
+    sandbox_id: Annotated[str, Meta(pattern="^i[a-z0-9]{19}$", examples=["in0deabcdefghij12345"])]
+    project_id: str
+    template_id: str
+    template: str
+    backend: Backend
+    state: State
+    cpu: float
+    memory_mb: int
+    disk_mb: int
+    metadata: StringMap
+    labels: list[str]
+    task_id: str | None
+    created_at: Time
+    started_at: Time | None
+    end_at: Annotated[Time, Meta(description="When its life ends unless extended.")]
+    ended_at: Time | None
+    end_reason: EndReason | None
+    message: Annotated[str | None, Meta(description="One sentence of evidence for the end.")]
+    fault: Annotated[
+        Fault | None,
+        Meta(description="Whose fault the end is; null when it was asked for."),
+    ]
+    idle_timeout_s: int | None
+    on_timeout: OnTimeout
+    network: Network
+    domain: Annotated[
+        str, Meta(description="User port P is served at `<P>-<sandbox_id>.<domain>`.")
+    ]
+    envd_version: Annotated[str, Meta(description="Version of the data plane's protocol.")]
+    node_id: str
+    env: Annotated[StringMap | None, Meta(description="Not in lists.")] = None
+    access_token: Annotated[
+        str | None,
+        Meta(description="Opens the data plane (`X-Access-Token`). Not in lists."),
+    ] = None
+    traffic_token: Annotated[
+        str | None,
+        Meta(description="Opens user ports that are not public. Not in lists."),
+    ] = None
+
+
+class SandboxList(Struct, kw_only=True, frozen=True):
+    """One page of sandboxes, newest first."""
+
+    sandboxes: list[Sandbox]
+    next_cursor: Annotated[
+        str | None, Meta(description="Send as `cursor` for the next page; null at the end.")
+    ]
+
+
+class MetricSample(Struct, kw_only=True, frozen=True):
+    """One reading, taken from outside the sandbox."""
+
+    at: Time
+    cpu_count: float
+    cpu_used_pct: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+    memory_cache_bytes: int
+    disk_used_bytes: int
+    disk_total_bytes: int
+
+
+class MetricSamples(Struct, kw_only=True, frozen=True):
+    """Readings, oldest first."""
+
+    samples: list[MetricSample]
+
+
+class Transition(Struct, kw_only=True, frozen=True, rename={"source": "from", "target": "to"}):
+    """One change of state."""
+
+    source: State
+    target: State
+    at: Time
+    reason: EndReason | None
+    message: str | None
+    cause: Annotated[
+        str, Meta(description="Who caused or saw it: `create`, `api`, `node`, `reconcile`.")
+    ]
+
+
+class Transitions(Struct, kw_only=True, frozen=True):
+    """The last 100 changes, oldest first."""
+
+    transitions: list[Transition]
+
+
+class Template(Struct, kw_only=True, frozen=True):
+    """A named image with defaults."""
+
+    template_id: str
+    name: str
+    cpu: float
+    memory_mb: int
+    disk_mb: int
+    created_at: Time
+    public: bool
+
+
+class TemplateList(Struct, kw_only=True, frozen=True):
+    """Every template that the caller may use."""
+
+    templates: list[Template]
+
+
+class Info(Struct, kw_only=True, frozen=True):
+    """The server and its node."""
+
+    version: str
+    node: NodeInfo
+    domain: str
+    envd_version: str
+    features: Annotated[dict[str, bool], Meta(description="What this server offers.")]
+
+
+class Project(Struct, kw_only=True, frozen=True):
+    """The caller's project."""
+
+    project_id: str
+    name: str
+    sandboxes_max: Annotated[int, Meta(description="Sandboxes that may be alive at once.")]
+    created_at: Time
+
+
+class ApiKey(Struct, kw_only=True, frozen=True):
+    """A key, without its secret."""
+
+    key_id: str
+    name: str
+    hint: Annotated[str, Meta(description="First and last characters.", examples=["e2b_4f…09ab"])]
+    created_at: Time
+
+
+class ApiKeyList(Struct, kw_only=True, frozen=True):
+    """The project's keys, oldest first."""
+
+    api_keys: list[ApiKey]
+
+
+class NewApiKey(ApiKey, kw_only=True, frozen=True):
+    """A key just made. The secret is shown only here."""
+
+    key: Annotated[str, Meta(examples=["e2b_0123456789abcdef0123456789abcdef01234567"])]
+
+
+class Error(Struct, kw_only=True, frozen=True):
+    """What went wrong, whose fault it is, and what to do."""
+
+    code: str
+    message: str
+    remediation: str
+    retryable: Annotated[bool, Meta(description="Whether the same request may work later.")]
+    fault: Literal["user", "platform", "capacity"]
+    details: dict[str, Any]
+    request_id: str | None
+
+
+class ErrorBody(Struct, kw_only=True, frozen=True):
+    """Body of every answer with a status of 400 and above."""
+
+    error: Error

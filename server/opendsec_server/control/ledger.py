@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The one place where a sandbox's recorded state changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from opendsec_server.contract.errors import Fault
+from opendsec_server.contract.node import SandboxStatus
+from opendsec_server.contract.states import TERMINAL, EndReason, State
+from opendsec_server.store.changes import apply_changes
+from opendsec_server.store.records import StateChange
+from opendsec_server.store.store import Store
+
+from .invalidations import Invalidations
+from .metrics import ControlMetrics
+
+log = structlog.get_logger(__name__)
+
+_FAULTS: dict[EndReason, Fault] = {
+    EndReason.EXITED: "user",
+    EndReason.OOM: "user",
+    EndReason.START_FAILED: "platform",
+    EndReason.LOST: "platform",
+}
+"""An end that was asked for, or agreed on as a time-out, is nobody's fault."""
+
+
+def fault_of(reason: EndReason | None) -> Fault | None:
+    """Whose fault it is that a sandbox ended for this reason."""
+    return None if reason is None else _FAULTS.get(reason)
+
+
+def change_from_status(status: SandboxStatus, *, cause: str, now: float) -> StateChange:
+    """The change that a node's word on a sandbox means for its record."""
+    at = status.ended_at if status.state in TERMINAL else status.started_at
+    return StateChange(
+        sandbox_id=status.sandbox_id,
+        state=status.state,
+        at=now if at is None else at,
+        cause=cause,
+        reason=status.reason,
+        message=status.message,
+        fault=fault_of(status.reason),
+        started_at=status.started_at,
+        end_at=status.end_at,
+    )
+
+
+class Ledger:
+    """Applies changes to the store, and tells edges, metrics and the log."""
+
+    def __init__(self, store: Store, invalidations: Invalidations, metrics: ControlMetrics) -> None:
+        self._store = store
+        self._invalidations = invalidations
+        self._metrics = metrics
+
+    async def apply(self, changes: Sequence[StateChange]) -> list[StateChange]:
+        """Apply changes in one transaction; returns those that were news.
+
+        Raises:
+            StoreUnavailable: none was applied. Edges were told all the same.
+        """
+        for change in changes:
+            if change.state is not State.RUNNING:
+                self._invalidations.publish(change.sandbox_id)
+        applied = await apply_changes(self._store, changes)
+        for change in applied:
+            if change.state in TERMINAL:
+                self._metrics.ended.labels(change.reason or change.state).inc()
+                log.info(
+                    "sandbox ended",
+                    sandbox_id=change.sandbox_id,
+                    state=change.state,
+                    reason=change.reason,
+                    message=change.message,
+                    cause=change.cause,
+                )
+        return applied

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What a create asks for, in one canonical form for both APIs."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from opendsec_server.contract import limits
+from opendsec_server.contract.errors import InvalidRequest, NotSupported
+from opendsec_server.contract.node import Backend, NetworkPolicy, OnTimeout
+from opendsec_server.store.records import SandboxExtra
+
+AGENT_PORT = 49_983
+HOST_MASK_CHARS_MAX = 255
+_DOMAIN_RE = re.compile(r"(\*\.)?([a-zA-Z0-9_]([a-zA-Z0-9_-]{0,61}[a-zA-Z0-9_])?\.?)+")
+_HOST_MASK_RE = re.compile(r"[A-Za-z0-9._:\[\]${}-]+")
+
+
+class CreateParams(msgspec.Struct, kw_only=True, frozen=True):
+    """Parameters of one create, after defaults. Sizes of None come from the template."""
+
+    template: str = "base"
+    backend: Backend = "container"
+    cpu: float | None = None
+    memory_mb: int | None = None
+    disk_mb: int | None = None
+    env: dict[str, str] = {}
+    metadata: dict[str, str] = {}
+    labels: list[str] = []
+    task_id: str | None = None
+    timeout_s: int = limits.TIMEOUT_S_DEFAULT
+    idle_timeout_s: int | None = None
+    on_timeout: OnTimeout = "kill"
+    network: NetworkPolicy = NetworkPolicy()
+    extra: SandboxExtra = SandboxExtra()
+
+    def sha256(self) -> str:
+        """Digest of the canonical form: equal for requests that mean the same."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
+
+
+def check_params(params: CreateParams) -> None:
+    """Check what types and ranges cannot say.
+
+    Raises:
+        InvalidRequest: the message names the field.
+        NotSupported: it asks for pausing.
+    """
+    if params.on_timeout == "pause":
+        raise NotSupported(
+            "on_timeout `pause` is not supported yet", remediation="Use on_timeout `kill`."
+        )
+    check_timeout(params.timeout_s)
+    check_map("metadata", params.metadata)
+    _check_env(params.env)
+    if len(params.labels) > limits.LABELS_MAX:
+        raise InvalidRequest(f"labels: at most {limits.LABELS_MAX}")
+    for label in params.labels:
+        check_text("labels", label, limits.METADATA_KEY_CHARS_MAX)
+    if params.task_id is not None:
+        check_text("task_id", params.task_id, limits.TASK_ID_CHARS_MAX)
+    check_text("template", params.template, limits.NAME_CHARS_MAX)
+    check_network(params.network)
+
+
+def check_timeout(timeout_s: int) -> None:
+    """Refuse end times further away than a sandbox may live.
+
+    Raises:
+        InvalidRequest: above ``TIMEOUT_S_MAX``.
+    """
+    if timeout_s > limits.TIMEOUT_S_MAX:
+        raise InvalidRequest(
+            f"timeout: {timeout_s} s is above the maximum of {limits.TIMEOUT_S_MAX} s",
+            details={"max_s": limits.TIMEOUT_S_MAX},
+        )
+
+
+def check_text(field: str, value: str, chars_max: int) -> None:
+    """Refuse what cannot be stored or is absurdly long.
+
+    Raises:
+        InvalidRequest: empty, longer than ``chars_max``, or with a NUL character.
+    """
+    if not value:
+        raise InvalidRequest(f"{field}: must not be empty")
+    if len(value) > chars_max:
+        raise InvalidRequest(f"{field}: {len(value)} characters; at most {chars_max}")
+    if "\0" in value:
+        raise InvalidRequest(f"{field}: must not contain NUL")
+
+
+def check_map(field: str, values: dict[str, str]) -> None:
+    """Check a map of caller's strings.
+
+    Raises:
+        InvalidRequest: too many entries, or one too long or with NUL.
+    """
+    if len(values) > limits.METADATA_KEYS_MAX:
+        raise InvalidRequest(f"{field}: at most {limits.METADATA_KEYS_MAX} entries")
+    for key, value in values.items():
+        check_text(f"{field} key", key, limits.METADATA_KEY_CHARS_MAX)
+        if len(value) > limits.METADATA_VALUE_CHARS_MAX or "\0" in value:
+            raise InvalidRequest(
+                f"{field}: the value of `{key[:64]}` has NUL, or more than "
+                f"{limits.METADATA_VALUE_CHARS_MAX} characters"
+            )
+
+
+def _check_env(env: dict[str, str]) -> None:
+    if len(env) > limits.ENV_KEYS_MAX:
+        raise InvalidRequest(f"env: at most {limits.ENV_KEYS_MAX} variables")
+    size_bytes = 0
+    for key, value in env.items():
+        if not key or "=" in key or "\0" in key or "\0" in value:
+            raise InvalidRequest(
+                f"env: `{key[:64]}` is not a variable: names are not empty and have no `=`, "
+                "and neither names nor values have NUL"
+            )
+        size_bytes += len(key.encode()) + len(value.encode()) + 2
+    if size_bytes > limits.ENV_BYTES_MAX:
+        raise InvalidRequest(f"env: {size_bytes} bytes in all; at most {limits.ENV_BYTES_MAX}")
+
+
+def check_network(policy: NetworkPolicy) -> None:
+    """Check a network policy.
+
+    Raises:
+        InvalidRequest: an entry is no IPv4 address or CIDR, a port is none, or too many.
+        NotSupported: an entry is a domain name or IPv6.
+    """
+    if len(policy.allow) + len(policy.deny) > limits.NETWORK_RULES_MAX:
+        raise InvalidRequest(f"network: at most {limits.NETWORK_RULES_MAX} rules")
+    _check_addresses("network.allow", policy.allow)
+    _check_addresses("network.deny", policy.deny)
+    if len(policy.https_ports) > limits.HTTPS_PORTS_MAX:
+        raise InvalidRequest(f"network.https_ports: at most {limits.HTTPS_PORTS_MAX}")
+    for port in policy.https_ports:
+        if not 1 <= port <= 65_535 or port == AGENT_PORT:
+            raise InvalidRequest(
+                f"network.https_ports: {port} is not allowed: ports are 1 to 65535, "
+                f"and {AGENT_PORT} is the guest agent's"
+            )
+    mask = policy.mask_request_host
+    if mask is not None and (
+        len(mask) > HOST_MASK_CHARS_MAX or _HOST_MASK_RE.fullmatch(mask) is None
+    ):
+        raise InvalidRequest("network.mask_request_host: not a host; `${PORT}` stands for the port")
+
+
+def _check_addresses(field: str, entries: Iterable[str]) -> None:
+    for entry in entries:
+        try:
+            network = ipaddress.ip_network(entry, strict=False)
+        except ValueError:
+            # An address that is merely wrong also looks like a name; names end in a letter.
+            if _DOMAIN_RE.fullmatch(entry[:255]) and entry.rstrip(".")[-1:].isalpha():
+                raise NotSupported(
+                    f"{field}: domain names such as `{entry[:64]}` are not supported yet",
+                    remediation="Use IPv4 addresses or CIDRs.",
+                ) from None
+            raise InvalidRequest(
+                f"{field}: `{entry[:64]}` is not an IPv4 address or CIDR"
+            ) from None
+        if network.version != 4:
+            raise NotSupported(
+                f"{field}: IPv6 is not supported yet", remediation="Use IPv4 addresses or CIDRs."
+            )

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""All services of the control plane, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from opendsec_server.config import Config
+from opendsec_server.contract.errors import OpendsecError, StoreUnavailable
+from opendsec_server.contract.node import NodeClient, NodeInfo
+from opendsec_server.store import sandboxes
+from opendsec_server.store.store import Store
+
+from .creates import Creates
+from .iam import Iam
+from .invalidations import Invalidations
+from .ledger import Ledger
+from .lifecycle import Lifecycle
+from .metrics import ControlMetrics
+from .templates import BASE_TEMPLATE, TemplateDefinition, Templates
+from .tokens import TokenMint, load_secret
+from .watch import Watcher
+
+ReadyCheck = Callable[[], Awaitable[None]]
+"""Raises ``OpendsecError`` while the thing is not ready."""
+
+
+class Services:
+    """What the APIs stand on. Made by ``start``, ended by ``stop``."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        node: NodeClient,
+        node_info: NodeInfo,
+        mint: TokenMint,
+        ready_checks: Mapping[str, ReadyCheck],
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.node = node
+        self.node_info = node_info
+        self.mint = mint
+        self.metrics = ControlMetrics()
+        self.invalidations = Invalidations()
+        self.iam = Iam(store)
+        self.templates = Templates(store)
+        ledger = Ledger(store, self.invalidations, self.metrics)
+        self.creates = Creates(
+            store=store,
+            node=node,
+            node_info=node_info,
+            mint=mint,
+            templates=self.templates,
+            ledger=ledger,
+            metrics=self.metrics,
+        )
+        self.lifecycle = Lifecycle(
+            store=store,
+            node=node,
+            creates=self.creates,
+            ledger=ledger,
+            invalidations=self.invalidations,
+        )
+        self.watcher = Watcher(
+            store=store,
+            node=node,
+            node_info=node_info,
+            creates=self.creates,
+            templates=self.templates,
+            ledger=ledger,
+            invalidations=self.invalidations,
+        )
+        self._ready_checks = dict(ready_checks)
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        node: NodeClient,
+        *,
+        templates: Sequence[TemplateDefinition] = (BASE_TEMPLATE,),
+        ready_checks: Mapping[str, ReadyCheck] | None = None,
+    ) -> Services:
+        """Open the store, make secret and first key if missing, and get in step with the node.
+
+        Args:
+            config: Settings.
+            node: The node that runs the sandboxes.
+            templates: Templates of the installation, registered by name.
+            ready_checks: What else must be ready, by name, for ``/readyz``.
+
+        Raises:
+            ConfigError: the store, the secret or the key file cannot be used. Nothing was
+                overwritten.
+        """
+        mint = TokenMint(load_secret(config.state_path / "secret"))
+        store = await Store.open(config)
+        try:
+            services = cls(config, store, node, await node.info(), mint, ready_checks or {})
+            await services.iam.ensure_first_key(config.api_key_file)
+            for definition in templates:
+                await services.templates.register(definition)
+            await services.watcher.start()
+        except BaseException:
+            await store.close()
+            raise
+        return services
+
+    async def stop(self) -> None:
+        """Finish what is under way and close the store. Sandboxes go on running."""
+        self.invalidations.close()
+        await self.creates.stop()
+        await self.watcher.stop()
+        await self.store.close()
+
+    async def not_ready(self) -> list[str]:
+        """Why the server cannot serve now, one sentence each; empty when it can."""
+        checks: dict[str, ReadyCheck] = {
+            "store": self.store.ping,
+            "node": self._ping_node,
+            **self._ready_checks,
+        }
+        reasons = []
+        for name, check in checks.items():
+            try:
+                await check()
+            except OpendsecError as exc:
+                reasons.append(f"{name}: {exc.message}")
+        return reasons
+
+    async def render_metrics(self) -> bytes:
+        """Figures for Prometheus. Counts of sandboxes are left out while the store is down."""
+        try:
+            self.metrics.set_sandboxes(await sandboxes.count_live(self.store))
+            self.metrics.store_up.set(1)
+        except StoreUnavailable:
+            self.metrics.set_sandboxes({})
+            self.metrics.store_up.set(0)
+        return self.metrics.render()
+
+    async def _ping_node(self) -> None:
+        await self.node.info()

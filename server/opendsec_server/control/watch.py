@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Keeps the store in step with the node: by its events, and by comparing from time to time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+import structlog
+
+from opendsec_server.contract.errors import OpendsecError, SandboxNotFound, StoreUnavailable
+from opendsec_server.contract.limits import ENDED_RECORDS_KEPT_S
+from opendsec_server.contract.node import NodeClient, NodeEvent, NodeInfo, SandboxStatus
+from opendsec_server.contract.states import State
+from opendsec_server.store import sandboxes
+from opendsec_server.store.records import SandboxRecord, StateChange
+from opendsec_server.store.store import Store
+
+from .creates import Creates
+from .invalidations import Invalidations
+from .ledger import Ledger, change_from_status, fault_of
+from .lifecycle import lost
+from .templates import Templates
+
+log = structlog.get_logger(__name__)
+
+EVENTS_QUEUED_MAX = 10_000
+"""Above it events are dropped, and the next comparison makes up for them."""
+EVENTS_BATCH_MAX = 500
+RETRY_S = 1.0
+RECONCILE_INTERVAL_S = 30.0
+PRUNE_INTERVAL_S = 3_600.0
+END_AT_TOLERANCE_S = 0.001
+
+
+class Watcher:
+    """Background tasks between one node and the store."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        node: NodeClient,
+        node_info: NodeInfo,
+        creates: Creates,
+        templates: Templates,
+        ledger: Ledger,
+        invalidations: Invalidations,
+    ) -> None:
+        self._store = store
+        self._node = node
+        self._node_info = node_info
+        self._creates = creates
+        self._templates = templates
+        self._ledger = ledger
+        self._invalidations = invalidations
+        self._events: deque[NodeEvent] = deque(maxlen=EVENTS_QUEUED_MAX)
+        self._arrived = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listen to the node, then compare once, so that nothing falls in between."""
+        self._tasks = [
+            asyncio.create_task(self._listen(), name="node-events"),
+            asyncio.create_task(self._record(), name="node-events-record"),
+        ]
+        await asyncio.sleep(0)
+        await self._reconcile_or_log()
+        self._tasks.append(asyncio.create_task(self._compare(), name="reconcile"))
+
+    async def stop(self) -> None:
+        """End the background tasks. What was not recorded is found at the next start."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    # --- events -------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async for event in self._node.events():
+                    # Edges first: they must not wait for the store.
+                    if event.state is not State.RUNNING:
+                        self._invalidations.publish(event.sandbox_id)
+                    self._events.append(event)
+                    self._arrived.set()
+            except Exception:
+                log.exception("the node's event stream broke")
+            self._invalidations.publish_all()
+            await asyncio.sleep(RETRY_S)
+
+    async def _record(self) -> None:
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._events:
+                batch = [
+                    self._events.popleft() for _ in range(min(len(self._events), EVENTS_BATCH_MAX))
+                ]
+                try:
+                    await self._ledger.apply([_change(e) for e in batch if self._news(e)])
+                except StoreUnavailable as exc:
+                    self._events.extendleft(reversed(batch))
+                    log.warning("events wait for the store", queued=len(self._events), why=str(exc))
+                    await asyncio.sleep(RETRY_S)
+                except Exception:
+                    # A batch that cannot be recorded must not stop those after it.
+                    log.exception("events dropped", count=len(batch))
+
+    def _news(self, event: NodeEvent) -> bool:
+        # A create records these two itself, together with its key.
+        own = event.state in (State.STARTING, State.RUNNING)
+        return not (own and self._creates.records_start(event.sandbox_id))
+
+    # --- comparing ----------------------------------------------------------
+
+    async def _compare(self) -> None:
+        pruned_at = float("-inf")
+        while True:
+            if time.monotonic() - pruned_at >= PRUNE_INTERVAL_S:
+                pruned_at = time.monotonic()
+                await self._prune()
+            await asyncio.sleep(RECONCILE_INTERVAL_S)
+            await self._reconcile_or_log()
+
+    async def _prune(self) -> None:
+        now = time.time()
+        try:
+            removed = sandboxes.PRUNE_BATCH
+            while removed >= sandboxes.PRUNE_BATCH:
+                removed = await sandboxes.prune(
+                    self._store, ended_before=now - ENDED_RECORDS_KEPT_S, now=now
+                )
+        except StoreUnavailable as exc:
+            log.warning("old records not removed", why=exc.message)
+
+    async def _reconcile_or_log(self) -> None:
+        try:
+            await self.reconcile()
+        except OpendsecError as exc:
+            log.warning("store and node not compared", code=exc.code, why=exc.message)
+        except Exception:
+            log.exception("store and node not compared")
+
+    async def reconcile(self) -> None:
+        """Compare every live record with the node, and the other way round.
+
+        Raises:
+            StoreUnavailable, NodeUnavailable: nothing more could be compared.
+        """
+        records = await sandboxes.live_sandboxes(self._store, self._node_info.node_id)
+        on_node = {status.sandbox_id: status for status in await self._node.list()}
+        changes: list[StateChange] = []
+        for record in records:
+            status = on_node.pop(record.sandbox_id, None)
+            if self._creates.in_flight(record.sandbox_id):
+                continue
+            if record.state in (State.PENDING, State.STARTING):
+                await self._creates.settle(record)
+                continue
+            change = await self._compare_one(record, status)
+            if change is not None:
+                changes.append(change)
+        await self._ledger.apply(changes)
+        await self._look_at_unknown(on_node)
+
+    async def _compare_one(
+        self, record: SandboxRecord, status: SandboxStatus | None
+    ) -> StateChange | None:
+        if status is None:
+            try:
+                status = await self._node.get(record.sandbox_id)
+            except SandboxNotFound:
+                return lost(record.sandbox_id, cause="reconcile")
+        if status.state is not record.state:
+            return change_from_status(status, cause="reconcile", now=time.time())
+        if abs(status.end_at - record.end_at) > END_AT_TOLERANCE_S:
+            await sandboxes.set_end_at(self._store, record.sandbox_id, status.end_at)
+        return None
+
+    async def _look_at_unknown(self, on_node: dict[str, SandboxStatus]) -> None:
+        records = await sandboxes.get_sandboxes(self._store, list(on_node))
+        for sandbox_id, status in on_node.items():
+            if self._creates.in_flight(sandbox_id):
+                continue
+            record = records.get(sandbox_id)
+            if record is None:
+                await self._adopt(status)
+            elif record.terminal:
+                # Nobody can reach it through the API any more, and it holds memory and disk.
+                log.warning("killing a sandbox whose record has ended", sandbox_id=sandbox_id)
+                await self._node.kill(sandbox_id)
+
+    async def _adopt(self, status: SandboxStatus) -> None:
+        """Record a sandbox that the store does not know: it was restored from a backup."""
+        template = await self._templates.by_id(status.template_id)
+        record = SandboxRecord(
+            sandbox_id=status.sandbox_id,
+            project_id=status.project_id,
+            node_id=self._node_info.node_id,
+            template_id=status.template_id,
+            template=template.name if template else status.template_id,
+            backend=status.backend,
+            state=status.state,
+            cpu=template.cpu if template else 0,
+            memory_mb=template.memory_mb if template else 0,
+            disk_mb=template.disk_mb if template else 0,
+            env={},
+            metadata={},
+            labels=[],
+            task_id=None,
+            created_at=status.created_at,
+            started_at=status.started_at,
+            end_at=status.end_at,
+            message="adopted from the node: the store had no record of it",
+        )
+        if await sandboxes.insert_adopted(self._store, record):
+            log.warning("sandbox adopted from the node", sandbox_id=status.sandbox_id)
+        else:
+            log.warning(
+                "a sandbox on the node belongs to no known project; its time-out will end it",
+                sandbox_id=status.sandbox_id,
+            )
+
+
+def _change(event: NodeEvent) -> StateChange:
+    return StateChange(
+        sandbox_id=event.sandbox_id,
+        state=event.state,
+        at=event.at,
+        cause="node",
+        reason=event.reason,
+        message=event.message,
+        fault=fault_of(event.reason),
+        started_at=event.at if event.state is State.RUNNING else None,
+    )

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Queries on projects, API keys and templates."""
+
+from __future__ import annotations
+
+import msgspec
+import sqlalchemy as sa
+
+from opendsec_server.contract.errors import Conflict
+
+from .packing import struct_of
+from .records import ApiKey, Project, Template
+from .store import Store
+from .tables import API_KEYS, PROJECTS, SANDBOXES, TEMPLATES
+
+
+async def key_with_project(store: Store, sha256: str) -> tuple[ApiKey, Project] | None:
+    """The key with this digest, and its project."""
+
+    def work(connection: sa.Connection) -> tuple[ApiKey, Project] | None:
+        query = sa.select(API_KEYS).where(API_KEYS.c.sha256 == sha256)
+        row = connection.execute(query).mappings().first()
+        if row is None:
+            return None
+        key = struct_of(row, ApiKey)
+        query = sa.select(PROJECTS).where(PROJECTS.c.project_id == key.project_id)
+        project = connection.execute(query).mappings().one()
+        return key, struct_of(project, Project)
+
+    return await store.read(work)
+
+
+async def any_key(store: Store) -> bool:
+    """Whether there is at least one key."""
+
+    def work(connection: sa.Connection) -> bool:
+        found = connection.execute(sa.select(API_KEYS.c.key_id).limit(1))
+        return found.first() is not None
+
+    return await store.read(work)
+
+
+async def insert_project(store: Store, project: Project, first_key: ApiKey) -> None:
+    """Add a project with its first key."""
+
+    def work(connection: sa.Connection) -> None:
+        connection.execute(sa.insert(PROJECTS), msgspec.structs.asdict(project))
+        connection.execute(sa.insert(API_KEYS), msgspec.structs.asdict(first_key))
+
+    await store.write(work)
+
+
+async def insert_key(store: Store, key: ApiKey) -> None:
+    """Add a key to its project."""
+
+    def work(connection: sa.Connection) -> None:
+        connection.execute(sa.insert(API_KEYS), msgspec.structs.asdict(key))
+
+    await store.write(work)
+
+
+async def keys_of(store: Store, project_id: str) -> list[ApiKey]:
+    """The keys of a project, oldest first."""
+
+    def work(connection: sa.Connection) -> list[ApiKey]:
+        query = (
+            sa.select(API_KEYS)
+            .where(API_KEYS.c.project_id == project_id)
+            .order_by(API_KEYS.c.created_at, API_KEYS.c.key_id)
+        )
+        rows = connection.execute(query).mappings().all()
+        return [struct_of(row, ApiKey) for row in rows]
+
+    return await store.read(work)
+
+
+async def delete_key(store: Store, project_id: str, key_id: str) -> ApiKey | None:
+    """Remove a key of a project and return it. None: the project has no such key.
+
+    Raises:
+        Conflict: it is the project's last key, without which nobody could get in.
+    """
+
+    def work(connection: sa.Connection) -> ApiKey | None:
+        query = sa.select(API_KEYS).where(API_KEYS.c.project_id == project_id)
+        rows = connection.execute(query).mappings().all()
+        row = next((row for row in rows if row["key_id"] == key_id), None)
+        if row is None:
+            return None
+        if len(rows) == 1:
+            raise Conflict(
+                "this is the project's last API key",
+                remediation="Make another key first, then delete this one.",
+            )
+        connection.execute(sa.delete(API_KEYS).where(API_KEYS.c.key_id == key_id))
+        return struct_of(row, ApiKey)
+
+    return await store.write(work)
+
+
+async def put_template(store: Store, template: Template) -> Template:
+    """Add a template, or renew the one of that name (which keeps its id and birthday)."""
+
+    def work(connection: sa.Connection) -> Template:
+        query = sa.select(TEMPLATES).where(TEMPLATES.c.name == template.name)
+        row = connection.execute(query).mappings().first()
+        if row is None:
+            connection.execute(sa.insert(TEMPLATES), msgspec.structs.asdict(template))
+            return template
+        before = struct_of(row, Template)
+        kept = msgspec.structs.replace(
+            template,
+            template_id=before.template_id,
+            created_at=before.created_at,
+            updated_at=before.updated_at,
+        )
+        if kept != before:
+            kept = msgspec.structs.replace(kept, updated_at=template.updated_at)
+            connection.execute(
+                sa.update(TEMPLATES)
+                .where(TEMPLATES.c.template_id == kept.template_id)
+                .values(msgspec.structs.asdict(kept))
+            )
+        return kept
+
+    return await store.write(work)
+
+
+async def all_templates(store: Store) -> list[Template]:
+    """Every template, oldest first."""
+
+    def work(connection: sa.Connection) -> list[Template]:
+        query = sa.select(TEMPLATES).order_by(TEMPLATES.c.created_at, TEMPLATES.c.template_id)
+        rows = connection.execute(query).mappings().all()
+        return [struct_of(row, Template) for row in rows]
+
+    return await store.read(work)
+
+
+async def template_use(store: Store) -> dict[str, tuple[int, float]]:
+    """For each template that was used: how often, and when last. Over the kept records."""
+
+    def work(connection: sa.Connection) -> dict[str, tuple[int, float]]:
+        query = sa.select(
+            SANDBOXES.c.template_id, sa.func.count(), sa.func.max(SANDBOXES.c.created_at)
+        ).group_by(SANDBOXES.c.template_id)
+        rows = connection.execute(query).all()
+        return {template_id: (count, last) for template_id, count, last in rows}
+
+    return await store.read(work)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What the store keeps, as typed structs. All times are Unix seconds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from opendsec_server.contract.errors import Fault
+from opendsec_server.contract.node import Backend, NetworkPolicy, OnTimeout
+from opendsec_server.contract.states import TERMINAL, EndReason, State
+
+KeyOutcome = Literal["pending", "done", "failed"]
+
+
+class Project(msgspec.Struct, kw_only=True, frozen=True):
+    """Scope of access and quota."""
+
+    project_id: str
+    name: str
+    sandboxes_max: int
+    created_at: float
+
+
+class ApiKey(msgspec.Struct, kw_only=True, frozen=True):
+    """A key of a project. Only its SHA-256 is kept."""
+
+    key_id: str
+    project_id: str
+    name: str
+    sha256: str
+    hint: str
+    """First and last characters, for people to tell keys apart."""
+    created_at: float
+
+
+class Template(msgspec.Struct, kw_only=True, frozen=True):
+    """A named image with defaults."""
+
+    template_id: str
+    project_id: str | None
+    """None: it belongs to the installation."""
+    name: str
+    image: str
+    """What the node's image store resolves."""
+    public: bool
+    cpu: float
+    memory_mb: int
+    disk_mb: int
+    default_user: str
+    default_workdir: str | None
+    created_at: float
+    updated_at: float
+
+
+class SandboxExtra(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What a caller said that no decision needs, kept to be answered again."""
+
+    allow_internet_access: bool | None = None
+    """E2B: None means that the caller did not say."""
+    mcp: dict[str, Any] | None = None
+    """E2B: configuration of an MCP gateway, which the SDK itself starts."""
+
+
+class SandboxRecord(msgspec.Struct, kw_only=True, frozen=True):
+    """One sandbox, from its create call until long after its end."""
+
+    sandbox_id: str
+    project_id: str
+    node_id: str
+    template_id: str
+    template: str
+    """The template's name."""
+    backend: Backend
+    state: State
+    cpu: float
+    memory_mb: int
+    disk_mb: int
+    env: dict[str, str]
+    metadata: dict[str, str]
+    labels: list[str]
+    task_id: str | None
+    created_at: float
+    started_at: float | None = None
+    end_at: float
+    ended_at: float | None = None
+    end_reason: EndReason | None = None
+    message: str | None = None
+    fault: Fault | None = None
+    idle_timeout_s: int | None = None
+    on_timeout: OnTimeout = "kill"
+    network: NetworkPolicy = NetworkPolicy()
+    extra: SandboxExtra = SandboxExtra()
+    transitions: int = 0
+    """How many transitions it has made, also those no longer kept."""
+
+    @property
+    def terminal(self) -> bool:
+        """Whether it is over for good."""
+        return self.state in TERMINAL
+
+
+class Transition(msgspec.Struct, kw_only=True, frozen=True):
+    """One change of state."""
+
+    from_state: State
+    to_state: State
+    at: float
+    reason: EndReason | None
+    message: str | None
+    cause: str
+    """Who saw or asked for it: ``create``, ``node`` or ``reconcile``."""
+
+
+class StateChange(msgspec.Struct, kw_only=True, frozen=True):
+    """A state that a sandbox is known to have reached."""
+
+    sandbox_id: str
+    state: State
+    at: float
+    cause: str
+    reason: EndReason | None = None
+    message: str | None = None
+    fault: Fault | None = None
+    started_at: float | None = None
+    end_at: float | None = None
+
+
+class IdempotencyClaim(msgspec.Struct, kw_only=True, frozen=True):
+    """A caller's key, and the digest of what was asked with it."""
+
+    key: str
+    params_sha256: str
+
+
+class IdempotencyRow(msgspec.Struct, kw_only=True, frozen=True):
+    """What is known of an earlier request with a key."""
+
+    project_id: str
+    key: str
+    params_sha256: str
+    sandbox_id: str
+    outcome: KeyOutcome
+    expires_at: float

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Tables of the control plane.
+
+Times are Unix seconds. Maps and lists are JSON text: the store never looks inside them,
+except for metadata and labels (see ``packing``).
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+METADATA = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+PROJECTS = sa.Table(
+    "projects",
+    METADATA,
+    sa.Column("project_id", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("sandboxes_max", sa.Integer, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+)
+
+API_KEYS = sa.Table(
+    "api_keys",
+    METADATA,
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("project_id", sa.Text, sa.ForeignKey("projects.project_id"), nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("sha256", sa.Text, nullable=False, unique=True),
+    sa.Column("hint", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Index(None, "project_id"),
+)
+
+TEMPLATES = sa.Table(
+    "templates",
+    METADATA,
+    sa.Column("template_id", sa.Text, primary_key=True),
+    # None: the template belongs to the installation, not to a project.
+    sa.Column("project_id", sa.Text, sa.ForeignKey("projects.project_id"), nullable=True),
+    sa.Column("name", sa.Text, nullable=False, unique=True),
+    sa.Column("image", sa.Text, nullable=False),
+    sa.Column("public", sa.Boolean, nullable=False),
+    sa.Column("cpu", sa.Double, nullable=False),
+    sa.Column("memory_mb", sa.Integer, nullable=False),
+    sa.Column("disk_mb", sa.Integer, nullable=False),
+    sa.Column("default_user", sa.Text, nullable=False),
+    sa.Column("default_workdir", sa.Text, nullable=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("updated_at", sa.Double, nullable=False),
+)
+
+SANDBOXES = sa.Table(
+    "sandboxes",
+    METADATA,
+    sa.Column("sandbox_id", sa.Text, primary_key=True),
+    sa.Column("project_id", sa.Text, sa.ForeignKey("projects.project_id"), nullable=False),
+    sa.Column("node_id", sa.Text, nullable=False),
+    # No foreign key: the record outlives its template.
+    sa.Column("template_id", sa.Text, nullable=False),
+    sa.Column("template", sa.Text, nullable=False),
+    sa.Column("backend", sa.Text, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("cpu", sa.Double, nullable=False),
+    sa.Column("memory_mb", sa.Integer, nullable=False),
+    sa.Column("disk_mb", sa.Integer, nullable=False),
+    sa.Column("env", sa.Text, nullable=False),
+    sa.Column("metadata", sa.Text, nullable=False),
+    sa.Column("labels", sa.Text, nullable=False),
+    sa.Column("task_id", sa.Text, nullable=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("started_at", sa.Double, nullable=True),
+    sa.Column("end_at", sa.Double, nullable=False),
+    sa.Column("ended_at", sa.Double, nullable=True),
+    sa.Column("end_reason", sa.Text, nullable=True),
+    sa.Column("message", sa.Text, nullable=True),
+    sa.Column("fault", sa.Text, nullable=True),
+    sa.Column("idle_timeout_s", sa.Integer, nullable=True),
+    sa.Column("on_timeout", sa.Text, nullable=False),
+    sa.Column("network", sa.Text, nullable=False),
+    sa.Column("extra", sa.Text, nullable=False),
+    sa.Column("transitions", sa.Integer, nullable=False),
+    sa.Index("ix_sandboxes_project_created", "project_id", "created_at", "sandbox_id"),
+    sa.Index("ix_sandboxes_project_task", "project_id", "task_id"),
+    sa.Index("ix_sandboxes_template", "template_id", "created_at"),
+)
+# Counting and reconciling look at live sandboxes only, and most records are of ended ones.
+sa.Index(
+    "ix_sandboxes_live",
+    SANDBOXES.c.project_id,
+    SANDBOXES.c.state,
+    sqlite_where=SANDBOXES.c.ended_at.is_(None),
+    postgresql_where=SANDBOXES.c.ended_at.is_(None),
+)
+sa.Index(
+    "ix_sandboxes_ended",
+    SANDBOXES.c.ended_at,
+    sqlite_where=SANDBOXES.c.ended_at.is_not(None),
+    postgresql_where=SANDBOXES.c.ended_at.is_not(None),
+)
+
+SANDBOX_TRANSITIONS = sa.Table(
+    "sandbox_transitions",
+    METADATA,
+    sa.Column(
+        "sandbox_id",
+        sa.Text,
+        sa.ForeignKey("sandboxes.sandbox_id", ondelete="CASCADE"),
+        primary_key=True,
+    ),
+    sa.Column("seq", sa.Integer, primary_key=True),
+    sa.Column("from_state", sa.Text, nullable=False),
+    sa.Column("to_state", sa.Text, nullable=False),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("reason", sa.Text, nullable=True),
+    sa.Column("message", sa.Text, nullable=True),
+    sa.Column("cause", sa.Text, nullable=False),
+)
+
+IDEMPOTENCY = sa.Table(
+    "idempotency",
+    METADATA,
+    sa.Column("project_id", sa.Text, sa.ForeignKey("projects.project_id"), primary_key=True),
+    sa.Column("key", sa.Text, primary_key=True),
+    sa.Column("params_sha256", sa.Text, nullable=False),
+    sa.Column("sandbox_id", sa.Text, nullable=False),
+    sa.Column("outcome", sa.Text, nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=False),
+    sa.Index(None, "expires_at"),
+    sa.Index(None, "sandbox_id"),
+)
