@@ -18,6 +18,7 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   ├── Conflict
     │   │   ├── IdempotencyMismatch
     │   │   ├── IdempotencyInProgress   (retryable)
+    │   │   ├── IdempotencyOutcomeUnknown (retryable)
     │   │   ├── StateConflict
     │   │   └── AlreadyExists           local
     │   ├── MethodNotAllowed
@@ -201,6 +202,14 @@ class IdempotencyInProgress(Conflict):
     code = "idempotency_request_in_progress"
     retryable = True
     default_remediation = "Wait and repeat the same request with the same key."
+
+
+class IdempotencyOutcomeUnknown(Conflict):
+    """What became of the first request with this key cannot be found out at the moment."""
+
+    code = "idempotency_outcome_unknown"
+    retryable = True
+    default_remediation = "Repeat the same request with the same key a little later."
 
 
 class StateConflict(Conflict):

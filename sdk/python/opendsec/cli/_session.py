@@ -8,10 +8,13 @@ from typing import Any
 
 from opendsec import Client, NetworkPolicy
 
+RETRIES_MAX = 4
+"""About three seconds: enough for a restart of the server, and bearable for who waits."""
 
-def client_of(args: argparse.Namespace, **options: Any) -> Client:
+
+def client_of(args: argparse.Namespace, *, retries_max: int = RETRIES_MAX) -> Client:
     """A client for the server the user means."""
-    return Client(base_url=args.url, **options)
+    return Client(base_url=args.url, retries_max=retries_max)
 
 
 def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
