@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What the node says to a guest agent: few small HTTP/1.1 requests, one connection each.
+
+Written on asyncio streams: an HTTP library costs more per create than the request itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from opendsec_server.contract.errors import AgentUnresponsive
+from opendsec_server.contract.node import SandboxSpec
+
+from . import limits
+from .network.policy import AGENT_PORT
+
+_ANSWER_BYTES_MAX = 64 * 1024
+
+
+class AgentStatus(msgspec.Struct, frozen=True):
+    """``GET /opendsec/status``, as far as the node needs it."""
+
+    last_activity_ms: int
+    active_streams: int
+
+
+async def _exchange(
+    address: str, method: str, path: str, token: str, body: bytes
+) -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection(address, AGENT_PORT, limit=_ANSWER_BYTES_MAX)
+    try:
+        writer.write(
+            f"{method} {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
+            f"X-Opendsec-Control: {token}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = int(head.split(b" ", 2)[1])
+        length = 0
+        for line in head.split(b"\r\n")[1:]:
+            name, _, value = line.partition(b":")
+            if name.strip().lower() == b"content-length":
+                length = min(int(value), _ANSWER_BYTES_MAX)
+        return status, await reader.readexactly(length)
+    finally:
+        writer.close()
+
+
+async def _call(
+    address: str, method: str, path: str, token: str, body: bytes, timeout_s: float
+) -> bytes:
+    try:
+        async with asyncio.timeout(timeout_s):
+            status, answer = await _exchange(address, method, path, token, body)
+    except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError, IndexError) as exc:
+        raise AgentUnresponsive(f"the guest agent does not answer: {exc!r}") from exc
+    if status >= 300:
+        text = answer.decode(errors="replace")[:500]
+        raise AgentUnresponsive(f"the guest agent answered {status} to {path}: {text}")
+    return answer
+
+
+def init_body(spec: SandboxSpec) -> bytes:
+    """The body of the first ``POST /init``."""
+    body: dict[str, Any] = {
+        "accessToken": spec.access_token,
+        "controlToken": spec.control_token,
+        "envVars": spec.env,
+        "timestamp": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+        "defaultUser": spec.default_user,
+        "sandboxId": spec.sandbox_id,
+        "templateId": spec.template_id,
+        "hostname": spec.sandbox_id,
+        "limits": {
+            "cpuCount": spec.cpu,
+            "memoryBytes": spec.memory_mb * 1024 * 1024,
+            "diskBytes": spec.disk_mb * 1024 * 1024,
+        },
+    }
+    if spec.default_workdir is not None:
+        body["defaultWorkdir"] = spec.default_workdir
+    return msgspec.json.encode(body)
+
+
+async def initialise(
+    address: str, spec: SandboxSpec, *, timeout_s: float, give_up: Callable[[], str | None]
+) -> None:
+    """Tell a starting guest agent who it is; tries until it listens.
+
+    Args:
+        address: The slot's address.
+        spec: The sandbox.
+        timeout_s: How long to try.
+        give_up: Asked before each attempt; a text ends the attempts.
+
+    Raises:
+        AgentUnresponsive: it never listened, or refused.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    body = init_body(spec)
+    while True:
+        reason = give_up()
+        if reason is not None:
+            raise AgentUnresponsive(reason)
+        left_s = deadline - loop.time()
+        if left_s <= 0:
+            raise AgentUnresponsive(f"the guest agent did not listen within {timeout_s:.1f} s")
+        try:
+            await _call(address, "POST", "/init", spec.control_token, body, left_s)
+        except AgentUnresponsive as exc:
+            if not isinstance(exc.__cause__, ConnectionRefusedError):
+                raise
+            await asyncio.sleep(limits.AGENT_CONNECT_PAUSE_S)
+        else:
+            return
+
+
+async def status(address: str, control_token: str) -> AgentStatus:
+    """Ask a running guest agent how busy it is.
+
+    Raises:
+        AgentUnresponsive: no proper answer in time.
+    """
+    answer = await _call(
+        address, "GET", "/opendsec/status", control_token, b"", limits.AGENT_CALL_TIMEOUT_S
+    )
+    try:
+        return msgspec.json.decode(answer, type=AgentStatus)
+    except msgspec.DecodeError as exc:
+        raise AgentUnresponsive(f"the guest agent's status is malformed: {exc}") from exc
+
+
+async def terminate(address: str, control_token: str, reason: str) -> None:
+    """Have the guest agent end its streams properly before a kill. Bounded.
+
+    Raises:
+        AgentUnresponsive: it did not answer; the kill goes on all the same.
+    """
+    body = msgspec.json.encode({"reason": reason})
+    await _call(
+        address,
+        "POST",
+        "/opendsec/terminate",
+        control_token,
+        body,
+        limits.AGENT_TERMINATE_TIMEOUT_S,
+    )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What both versions of control groups offer here."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One reading of a sandbox's group.
+
+    Attributes:
+        cpu_us: Processor time used so far, in microseconds.
+        memory_bytes: Memory charged, without reclaimable file cache.
+        cache_bytes: File cache charged.
+    """
+
+    cpu_us: int
+    memory_bytes: int
+    cache_bytes: int
+
+
+class CgroupSet(ABC):
+    """Groups of one instance: ``/<root>/<sandbox id>`` in one or more hierarchies.
+
+    Args:
+        root: Absolute path inside each hierarchy, e.g. ``/opendsec-od``.
+    """
+
+    kind: str
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    @abstractmethod
+    def hierarchies(self) -> list[Path]:
+        """Mount points of every hierarchy that has groups of ours."""
+
+    @abstractmethod
+    def swap_limited(self) -> bool:
+        """Whether swap can be limited per group."""
+
+    @abstractmethod
+    def usage(self, sandbox_id: str) -> Usage | None:
+        """A reading; None when the group is gone. Cheap: two or three small files."""
+
+    @abstractmethod
+    def oom_kills(self, sandbox_id: str) -> int:
+        """How many processes of the group the kernel killed at the memory limit."""
+
+    @abstractmethod
+    def kill(self, sandbox_id: str) -> None:
+        """Send SIGKILL to every process of the group. Does not wait."""
+
+    def _directory(self, hierarchy: Path, sandbox_id: str) -> Path:
+        return hierarchy / self.root.lstrip("/") / sandbox_id
+
+    def directories(self, sandbox_id: str) -> list[Path]:
+        """The sandbox's group in each hierarchy where it exists."""
+        candidates = (self._directory(h, sandbox_id) for h in self.hierarchies())
+        return [d for d in candidates if d.is_dir()]
+
+    def processes(self, sandbox_id: str) -> set[int]:
+        """Processes in the sandbox's groups, children groups included."""
+        found: set[int] = set()
+        for directory in self.directories(sandbox_id):
+            for path, _dirs, _files in os.walk(directory):
+                with contextlib.suppress(OSError):
+                    found.update(map(int, Path(path, "cgroup.procs").read_text().split()))
+        return found
+
+    def contains(self, sandbox_id: str, pid: int) -> bool:
+        """Whether a process is in the sandbox's group."""
+        try:
+            lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        except OSError:
+            return False
+        wanted = f"{self.root}/{sandbox_id}"
+        return any(
+            path == wanted or path.startswith(wanted + "/")
+            for path in (line.split(":", 2)[2] for line in lines)
+        )
+
+    def remove(self, sandbox_id: str) -> bool:
+        """Remove the sandbox's groups; False while processes are left. Idempotent."""
+        done = True
+        for directory in self.directories(sandbox_id):
+            for path, _dirs, _files in os.walk(directory, topdown=False):
+                done = _rmdir(Path(path)) and done
+        return done
+
+    def known(self) -> set[str]:
+        """Ids of all sandboxes that have a group."""
+        found: set[str] = set()
+        for hierarchy in self.hierarchies():
+            base = hierarchy / self.root.lstrip("/")
+            if base.is_dir():
+                found.update(entry.name for entry in base.iterdir() if entry.is_dir())
+        return found
+
+    def remove_root(self) -> None:
+        """Remove the instance's parent groups once they are empty."""
+        for hierarchy in self.hierarchies():
+            _rmdir(hierarchy / self.root.lstrip("/"))
+
+
+def _rmdir(path: Path) -> bool:
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as exc:
+        if exc.errno in (errno.EBUSY, errno.ENOTEMPTY):
+            return False
+        raise
+    return True
+
+
+def kill_process(pid: int, still_in_group: Path) -> None:
+    """SIGKILL one process, unless its number has passed to a stranger since it was read."""
+    with contextlib.suppress(ProcessLookupError, OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if str(pid) in still_in_group.read_text().split():
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+
+
+def read_counter(path: Path, name: str) -> int:
+    """Value of a ``name value`` line; 0 when there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The life of sandboxes: the one place where states change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from opendsec_server.contract.errors import (
+    AgentUnresponsive,
+    Internal,
+    NodeFull,
+    NodeUnavailable,
+    OpendsecError,
+    SandboxStartFailed,
+    StartTimeout,
+    StateConflict,
+)
+from opendsec_server.contract.limits import START_BUDGET_S
+from opendsec_server.contract.node import NodeEvent, SandboxSpec
+from opendsec_server.contract.states import TERMINAL, EndReason, State, can_move
+
+from . import agent_client, limits, process
+from .deadlines import Deadlines
+from .hooks import Hook, set_up, tear_down
+from .journal import Journal, Record, Transition
+from .sandbox import Sandbox
+
+log = structlog.get_logger("opendsec.node")
+
+
+class _AbortedError(Exception):
+    """The sandbox was killed while it was starting."""
+
+
+class Events:
+    """Hands each change of state to every reader, in order."""
+
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[NodeEvent | None]] = set()
+
+    def publish(self, event: NodeEvent) -> None:
+        """To every reader; one that lags too far is cut off."""
+        for queue in list(self._queues):
+            if queue.qsize() >= limits.EVENTS_QUEUED_MAX:
+                self._queues.discard(queue)
+                queue.put_nowait(None)
+            else:
+                queue.put_nowait(event)
+
+    def close(self) -> None:
+        """End every reader's stream."""
+        for queue in self._queues:
+            queue.put_nowait(None)
+        self._queues.clear()
+
+    def subscribe(self) -> AsyncIterator[NodeEvent]:
+        """Events from now on (from this call, not from the first ``anext``)."""
+        queue: asyncio.Queue[NodeEvent | None] = asyncio.Queue()
+        self._queues.add(queue)
+        return self._read(queue)
+
+    async def _read(self, queue: asyncio.Queue[NodeEvent | None]) -> AsyncIterator[NodeEvent]:
+        try:
+            while (event := await queue.get()) is not None:
+                yield event
+        finally:
+            self._queues.discard(queue)
+
+
+class Lifecycle:
+    """Starts, watches and ends sandboxes.
+
+    Args:
+        journal: Told of every transition before anybody else.
+        hooks: The backend's steps.
+        sandboxes_max: Live sandboxes at one time.
+        why_ended: Finds out why a first process ended by itself.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        hooks: Sequence[Hook],
+        sandboxes_max: int,
+        why_ended: Callable[[Sandbox], tuple[EndReason, str]],
+    ) -> None:
+        self._why_ended = why_ended
+        self._journal = journal
+        self._hooks = hooks
+        self._sandboxes_max = sandboxes_max
+        self._turns = asyncio.Semaphore(limits.STARTS_AT_ONCE_PER_CORE * (os.cpu_count() or 1))
+        self._closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leftovers: dict[str, Sandbox] = {}
+        self.boxes: dict[str, Sandbox] = {}
+        self.events = Events()
+        self.deadlines = Deadlines(self._deadline)
+
+    # --- states -------------------------------------------------------------
+
+    async def move(
+        self,
+        box: Sandbox,
+        target: State,
+        *,
+        cause: str,
+        reason: EndReason | None = None,
+        message: str | None = None,
+    ) -> None:
+        """One transition: journal, then memory's readers.
+
+        Raises:
+            Internal: the table does not allow it (a defect).
+        """
+        source = box.state
+        if not can_move(source, target):
+            raise Internal(f"sandbox {box.sandbox_id}: no way from {source} to {target}")
+        now = time.time()
+        record = box.record
+        record.state = target
+        record.reason = reason or record.reason
+        record.message = message or record.message
+        if target is State.RUNNING and record.started_at is None:
+            record.started_at = now
+        if target in TERMINAL:
+            record.ended_at = now
+        transition = Transition(
+            source=source, target=target, at=now, reason=reason, message=message, cause=cause
+        )
+        await self._journal.save(record, transition)
+        self.events.publish(
+            NodeEvent(
+                sandbox_id=box.sandbox_id, state=target, at=now, reason=reason, message=message
+            )
+        )
+        log.info("sandbox", sandbox_id=box.sandbox_id, state=str(target), cause=cause,
+                 **({"reason": str(reason)} if reason else {}))  # fmt: skip
+
+    # --- start --------------------------------------------------------------
+
+    async def create(self, spec: SandboxSpec) -> Record:
+        """Make and start a sandbox, or join the making of it. See ``NodeClient.create``."""
+        box = self.boxes.get(spec.sandbox_id)
+        if box is None:
+            ended = await self._journal.find(spec.sandbox_id)
+            box = self.boxes.get(spec.sandbox_id)
+            if box is None and ended is not None:
+                return _outcome_of(ended)
+        if box is None:
+            box = self._admit(spec)
+        if box.start_task is not None:
+            await asyncio.shield(box.start_task)
+        if box.start_error is not None:
+            raise box.start_error
+        return box.record
+
+    def _admit(self, spec: SandboxSpec) -> Sandbox:
+        if self._closing:
+            raise NodeUnavailable("the node is shutting down")
+        if len(self.boxes) >= self._sandboxes_max:
+            raise NodeFull(
+                f"the node holds its maximum of {self._sandboxes_max} sandboxes", retry_after_s=10
+            )
+        starting = sum(1 for b in self.boxes.values() if b.state is State.PENDING)
+        if starting >= limits.STARTS_QUEUED_MAX:
+            raise NodeFull(f"{starting} sandboxes already wait to be started", retry_after_s=5)
+        box = Sandbox(Record(spec=spec, state=State.PENDING, end_at=spec.end_at))
+        self.boxes[spec.sandbox_id] = box
+        box.start_task = self._task(self._start(box), f"start-{spec.sandbox_id}")
+        return box
+
+    async def _start(self, box: Sandbox) -> None:
+        """Never raises: the outcome is in the box."""
+        deadline = asyncio.get_running_loop().time() + START_BUDGET_S
+        try:
+            await self._journal.save(box.record, None)
+            await self._wait_turn(box, deadline)
+            try:
+                await self.move(box, State.STARTING, cause="create")
+                async with asyncio.timeout_at(deadline):
+                    await set_up(self._hooks, box, lambda: _check_abort(box))
+            finally:
+                self._turns.release()
+            await self.move(box, State.RUNNING, cause="create")
+        except Exception as exc:
+            await self._start_failed(box, exc)
+            return
+        self.watch(box)
+        if box.abort_reason is not None:
+            box.start_error = _killed_while_starting()
+            self.end(box, box.abort_reason, cause="kill")
+
+    async def _wait_turn(self, box: Sandbox, deadline: float) -> None:
+        turn = asyncio.ensure_future(self._turns.acquire())
+        aborted = asyncio.ensure_future(box.aborted.wait())
+        left_s = deadline - asyncio.get_running_loop().time()
+        try:
+            await asyncio.wait({turn, aborted}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            aborted.cancel()
+            if not turn.done():
+                turn.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await turn
+        if turn.cancelled():
+            _check_abort(box)
+            raise StartTimeout(
+                f"the sandbox waited {START_BUDGET_S:.0f} s for its turn to be started",
+                remediation="The node is busy starting others. Retry with the same key.",
+            )
+
+    async def _start_failed(self, box: Sandbox, exc: Exception) -> None:
+        if isinstance(exc, _AbortedError) or box.abort_reason is not None:
+            reason = box.abort_reason or EndReason.KILLED
+            box.start_error = _killed_while_starting()
+            await self._finish(box, State.ENDED, reason, cause="kill", message=None)
+            return
+        if isinstance(exc, OpendsecError):
+            box.start_error = exc
+        elif isinstance(exc, TimeoutError):
+            box.start_error = StartTimeout(
+                f"the sandbox did not come up within {START_BUDGET_S:.0f} s"
+            )
+        else:
+            log.exception("start failed", sandbox_id=box.sandbox_id, exc_info=exc)
+            box.start_error = SandboxStartFailed(f"the sandbox could not be set up: {exc}")
+        await self._finish(
+            box,
+            State.FAILED,
+            EndReason.START_FAILED,
+            cause="create",
+            message=box.start_error.message,
+        )
+
+    # --- watch --------------------------------------------------------------
+
+    def watch(self, box: Sandbox) -> None:
+        """Notice the end of the first process, and arm the deadlines."""
+        assert box.pidfd is not None
+        asyncio.get_running_loop().add_reader(box.pidfd, self._exited, box)
+        self.arm(box)
+
+    def arm(self, box: Sandbox) -> None:
+        """Set the deadlines of a running sandbox from its record."""
+        self.deadlines.set(f"ttl:{box.sandbox_id}", box.record.end_at)
+        if box.spec.idle_timeout_s is not None:
+            started = box.record.started_at or time.time()
+            self.deadlines.set(f"idle:{box.sandbox_id}", started + box.spec.idle_timeout_s)
+
+    def _unwatch(self, box: Sandbox) -> None:
+        if box.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(box.pidfd)
+        self.deadlines.clear(f"ttl:{box.sandbox_id}")
+        self.deadlines.clear(f"idle:{box.sandbox_id}")
+
+    def _exited(self, box: Sandbox) -> None:
+        assert box.pidfd is not None
+        self._unwatch(box)
+        box.exit_code = process.reap(box.pidfd)
+        reason, message = self._why_ended(box)
+        self.end(box, reason, cause="exit", message=message)
+
+    def _deadline(self, key: str) -> None:
+        kind, _, sandbox_id = key.partition(":")
+        box = self.boxes.get(sandbox_id)
+        if box is None:
+            return
+        if kind == "ttl":
+            self.end(box, EndReason.TIMEOUT, cause="deadline", message="its end time was reached")
+        else:
+            self._task(self._check_idle(box), f"idle-{sandbox_id}")
+
+    async def _check_idle(self, box: Sandbox) -> None:
+        """Ask the agent only now: activity does not touch the node."""
+        idle_s = box.spec.idle_timeout_s
+        if box.slot is None or idle_s is None or box.state is not State.RUNNING:
+            return
+        now = time.time()
+        try:
+            status = await agent_client.status(box.slot.address, box.spec.control_token)
+            busy = status.active_streams > 0
+            due = (now if busy else status.last_activity_ms / 1000) + idle_s
+        except AgentUnresponsive as exc:
+            log.warning("idle check", sandbox_id=box.sandbox_id, error=exc.message)
+            due = now + idle_s
+        if due <= now:
+            self.end(
+                box, EndReason.IDLE, cause="deadline", message=f"no request for {idle_s} seconds"
+            )
+        elif box.state is State.RUNNING:
+            again = max(due, now + limits.IDLE_RECHECK_FLOOR_S)
+            self.deadlines.set(f"idle:{box.sandbox_id}", again)
+
+    # --- end ----------------------------------------------------------------
+
+    def end(
+        self, box: Sandbox, reason: EndReason, *, cause: str, message: str | None = None
+    ) -> asyncio.Task[None]:
+        """Take a sandbox down, whatever its state; returns the task that does."""
+        if box.end_task is not None:
+            return box.end_task
+        if box.state in (State.PENDING, State.STARTING) and box.start_task is not None:
+            if box.abort_reason is None:
+                box.abort_reason = reason
+                box.aborted.set()
+            return box.start_task
+        box.end_task = self._task(
+            self._finish(box, State.ENDED, reason, cause=cause, message=message),
+            f"end-{box.sandbox_id}",
+        )
+        return box.end_task
+
+    async def kill(self, box: Sandbox, reason: EndReason) -> None:
+        """End a sandbox and wait until nothing of it runs."""
+        await asyncio.shield(self.end(box, reason, cause="kill"))
+        if box.end_task is not None:
+            await asyncio.shield(box.end_task)
+
+    async def _finish(
+        self,
+        box: Sandbox,
+        target: State,
+        reason: EndReason,
+        *,
+        cause: str,
+        message: str | None,
+    ) -> None:
+        self._unwatch(box)
+        if box.state is not State.STOPPING:
+            await self.move(box, State.STOPPING, cause=cause, reason=reason, message=message)
+        await self._take_down(box)
+        await self.move(box, target, cause=cause, reason=reason, message=message)
+        self.boxes.pop(box.sandbox_id, None)
+
+    async def finish_interrupted(
+        self, box: Sandbox, target: State, reason: EndReason, message: str | None
+    ) -> None:
+        """Bring a sandbox to its end that an earlier daemon left half-way."""
+        await self._finish(box, target, reason, cause="reconcile", message=message)
+
+    async def remove_stranger(self, box: Sandbox) -> None:
+        """Remove what no journal row owns."""
+        await self._take_down(box)
+
+    async def _take_down(self, box: Sandbox) -> None:
+        failures = await tear_down(self._hooks, box)
+        for hook, error in failures:
+            log.error("teardown", sandbox_id=box.sandbox_id, hook=hook, error=repr(error))
+        if failures:
+            self._leftovers[box.sandbox_id] = box
+
+    async def retry_leftovers(self) -> None:
+        """Try again to remove what a teardown could not."""
+        for sandbox_id, box in list(self._leftovers.items()):
+            if not await tear_down(self._hooks, box):
+                del self._leftovers[sandbox_id]
+
+    @property
+    def leftovers(self) -> int:
+        """Ended sandboxes of which something could not be removed yet."""
+        return len(self._leftovers)
+
+    # --- the daemon's end ---------------------------------------------------
+
+    def _task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("task failed", task=task.get_name(), exc_info=error)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more creates; let starts and ends in progress come to their end."""
+        self._closing = True
+        self.deadlines.stop()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+        for box in self.boxes.values():
+            if box.state in (State.PENDING, State.STARTING):
+                box.abort_reason = EndReason.KILLED
+                box.aborted.set()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+
+    def let_go(self) -> None:
+        """Stop watching sandboxes that go on without us."""
+        for box in self.boxes.values():
+            self._unwatch(box)
+            if box.pidfd is not None:
+                os.close(box.pidfd)
+                box.pidfd = None
+            if box.slot is not None and box.slot.netns_fd >= 0:
+                os.close(box.slot.netns_fd)
+                box.slot.netns_fd = -1
+        self.boxes.clear()
+        self.events.close()
+
+
+def _check_abort(box: Sandbox) -> None:
+    if box.abort_reason is not None:
+        raise _AbortedError
+
+
+def _killed_while_starting() -> StateConflict:
+    return StateConflict("the sandbox was killed while it was starting")
+
+
+def _outcome_of(ended: Record) -> Record:
+    """What a repeated create of an ended sandbox gets."""
+    if ended.reason is EndReason.START_FAILED:
+        raise SandboxStartFailed(
+            ended.message or "the sandbox could not be started",
+            remediation="Create another sandbox; this id was used up by the failed start.",
+        )
+    return ended

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Limits and waiting times that are the node's own business, in one place."""
+
+from __future__ import annotations
+
+STARTS_AT_ONCE_PER_CORE = 2
+"""Sandboxes being set up at one time, per core; more only makes each of them slower."""
+
+STARTS_QUEUED_MAX = 8_192
+"""Creates that may wait for their turn; above it the node says that it is full."""
+
+RUNTIME_TIMEOUT_S = 20.0
+"""The most an OCI runtime call may take; a hung runtime must not hang a kill for ever."""
+
+AGENT_CONNECT_PAUSE_S = 0.002
+"""Pause between attempts to reach a guest agent that is just starting."""
+
+AGENT_CALL_TIMEOUT_S = 5.0
+"""A call to a running guest agent."""
+
+AGENT_TERMINATE_TIMEOUT_S = 0.15
+"""How long a kill waits for the guest agent to end its streams properly."""
+
+KILL_WAIT_S = 10.0
+"""How long the processes of a killed sandbox may take to go before teardown goes on."""
+
+MEMORY_AVAILABLE_FLOOR_BYTES = 256 * 1024 * 1024
+"""Below this, the node takes no new sandbox: the host itself would be in danger."""
+
+DISK_FREE_FLOOR_BYTES = 512 * 1024 * 1024
+"""The same for the disk pool and for the file system below it."""
+
+CAPACITY_CHECK_INTERVAL_S = 0.5
+"""Memory and disk are looked at no more often than this."""
+
+ENDED_KEPT_MAX = 10_000
+ENDED_KEPT_S = 24 * 3_600
+"""How many ended sandboxes the journal keeps, and for how long."""
+
+HOUSEKEEPING_INTERVAL_S = 60.0
+
+IDLE_RECHECK_FLOOR_S = 1.0
+"""An idle check never comes again sooner than this."""
+
+EVENTS_QUEUED_MAX = 65_536
+"""Events a slow reader may lag behind before its stream ends."""
+
+DEV_SHM_BYTES = 64 * 1024 * 1024
+RUN_TMPFS_BYTES = 64 * 1024 * 1024
+NOFILE_MAX = 1_048_576

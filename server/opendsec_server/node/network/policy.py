@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""A sandbox's egress policy as an nftables ruleset for its own network namespace.
+
+Root in the sandbox cannot change it: the namespace belongs to the initial user namespace, where
+the sandbox has no capability.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+from opendsec_server.contract.errors import InvalidRequest
+from opendsec_server.contract.node import NetworkPolicy
+
+GATEWAY = "169.254.0.1"
+"""Host end of every slot's link, and the source of every connection to a guest agent."""
+
+RESOLVERS = ("169.254.0.1", "169.254.0.2", "169.254.0.3")
+"""What a sandbox's resolv.conf names; the host redirects each to a real resolver."""
+
+AGENT_PORT = 49_983
+
+CLOSED_RANGES = (
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.0.0.0/24",
+    "192.168.0.0/16",
+    "198.18.0.0/15",
+    "224.0.0.0/3",
+)
+"""Private, shared, loopback, link-local, benchmark, multicast and reserved ranges
+(RFC 6890): closed unless ``allow`` names them."""
+
+_REFUSE = "reject with icmpx admin-prohibited"
+"""An answer at once, so that programs fail fast and do not wait for a time-out."""
+
+
+def check(policy: NetworkPolicy) -> None:
+    """Refuse entries that are not IPv4 addresses or networks.
+
+    Raises:
+        InvalidRequest: names the entry.
+    """
+    for entry in (*policy.allow, *policy.deny):
+        try:
+            ipaddress.IPv4Network(entry, strict=False)
+        except ValueError as exc:
+            raise InvalidRequest(
+                f"network rule {entry!r} is not an IPv4 address or CIDR",
+                remediation="Use entries like 203.0.113.7 or 203.0.113.0/24.",
+            ) from exc
+
+
+def _elements(networks: Iterable[str]) -> str:
+    """Collapsed, because an interval set refuses entries that overlap."""
+    parsed = [ipaddress.IPv4Network(n, strict=False) for n in networks]
+    return ", ".join(str(n) for n in ipaddress.collapse_addresses(parsed))
+
+
+def base_ruleset(network_cidr: str) -> str:
+    """What every slot's namespace has, whatever the policy: made once with the slot.
+
+    Replies of the guest agent are let out by port, not only by connection tracking, so that the
+    table can be flushed when a policy is replaced without cutting streams to the agent.
+    """
+    return f"""
+table inet sandbox {{
+  set allowed {{ type ipv4_addr; flags interval; }}
+  set denied {{ type ipv4_addr; flags interval; }}
+  set closed {{ type ipv4_addr; flags interval; elements = {{ {_elements(CLOSED_RANGES)} }} }}
+  chain egress {{ }}
+  chain inbound {{
+    type filter hook input priority 0; policy drop;
+    iif lo accept
+    ct state established,related accept
+    ip saddr {GATEWAY} tcp dport {AGENT_PORT} accept
+  }}
+  chain outbound {{
+    type filter hook output priority 0; policy drop;
+    oif lo accept
+    ct state established,related accept
+    ip daddr {GATEWAY} tcp sport {AGENT_PORT} accept
+    ip daddr {{ {", ".join(RESOLVERS)} }} udp dport 53 jump egress
+    ip daddr {{ {", ".join(RESOLVERS)} }} tcp dport 53 jump egress
+    ip daddr {{ 169.254.0.0/16, {network_cidr} }} {_REFUSE}
+    meta nfproto ipv4 jump egress
+    {_REFUSE}
+  }}
+}}
+"""
+
+
+def policy_commands(policy: NetworkPolicy) -> str:
+    """Commands that replace the policy of a slot's namespace in one transaction.
+
+    Order matters: what stays closed in any case (other sandboxes, link-local metadata) was
+    refused before; then ``allow``, ``deny``, the closed ranges, and the default.
+
+    Raises:
+        InvalidRequest: an entry is not an IPv4 address or network.
+    """
+    check(policy)
+    lines = [
+        "flush chain inet sandbox egress",
+        "flush set inet sandbox allowed",
+        "flush set inet sandbox denied",
+    ]
+    for name, entries in (("allowed", policy.allow), ("denied", policy.deny)):
+        if entries:
+            lines.append(f"add element inet sandbox {name} {{ {_elements(entries)} }}")
+    rules = ["ip daddr @allowed accept", f"ip daddr @denied {_REFUSE}"]
+    if policy.internet or policy.allow:
+        rules.insert(0, f"ip daddr {{ {', '.join(RESOLVERS)} }} accept")
+    rules.append(f"ip daddr @closed {_REFUSE}")
+    if policy.internet:
+        rules.append("accept")
+    lines += [f"add rule inet sandbox egress {rule}" for rule in rules]
+    return "\n".join(lines) + "\n"

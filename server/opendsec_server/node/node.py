@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The node: what the control plane talks to (``contract.node.NodeClient``), in process."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import os
+import platform
+import resource
+import shutil
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import structlog
+
+from opendsec_server import __version__
+from opendsec_server.config import Config, ConfigError
+from opendsec_server.contract.errors import (
+    NotSupported,
+    SandboxNotFound,
+    SandboxStartFailed,
+    StateConflict,
+)
+from opendsec_server.contract.node import (
+    MetricSample,
+    NetworkPolicy,
+    NodeEvent,
+    NodeInfo,
+    Route,
+    SandboxSpec,
+    SandboxStatus,
+)
+from opendsec_server.contract.states import TERMINAL, EndReason, State
+from opendsec_server.images.store import ImageStore
+
+from . import cgroups, limits, process, syscalls
+from .agent_path import find_agent, install_agent
+from .container.bundle import HostTraits
+from .container.runtime import OciRuntime
+from .hooks import container_hooks
+from .journal import Journal, Record, Transition
+from .lifecycle import Lifecycle
+from .metrics import Metrics
+from .network import policy as network_policy
+from .network.hostside import HostSide
+from .network.slots import SlotMakerError, SlotPool
+from .paths import NodePaths
+from .reconcile import adopt_living, remove_dead
+from .sandbox import Sandbox, status_of
+from .services import Services
+from .storage.idmap import user_namespaces_usable
+from .storage.layers import LayerMounts
+from .storage.pool import DiskPool
+
+log = structlog.get_logger("opendsec.node")
+
+_DRAIN_S = 10.0
+_LINKS_GONE_S = 5.0
+
+
+class Node:
+    """One machine's sandboxes. Make it with ``await Node.start(config)``.
+
+    The process should have called ``mountns.enter_private_mount_namespace()`` before.
+    """
+
+    def __init__(
+        self, services: Services, node_id: str, host: HostSide, lifecycle: Lifecycle
+    ) -> None:
+        self._services = services
+        self._node_id = node_id
+        self._host = host
+        self._lifecycle = lifecycle
+        self._metrics = Metrics(services.cgroups, services.pool, self._running)
+        self._housekeeper: asyncio.Task[None] | None = None
+
+    # --- start and stop -----------------------------------------------------
+
+    @classmethod
+    async def start(cls, config: Config) -> Node:
+        """Open the journal, prepare the host, take back what still runs.
+
+        Raises:
+            ConfigError: something is missing or contradicts; the message says what to do.
+        """
+        if os.geteuid() != 0:
+            raise ConfigError("the node needs root: namespaces, mounts and nftables")
+        paths = NodePaths.of(config)
+        _make_directories(paths)
+        journal = Journal(paths.journal, paths.lock)
+        try:
+            services = await _prepare(config, paths, journal)
+        except BaseException:
+            await journal.close()
+            raise
+        try:
+            return await cls._bring_up(services)
+        except BaseException:
+            await services.slots.stop()
+            await services.slots.maker.stop()
+            await journal.close()
+            raise
+
+    @classmethod
+    async def _bring_up(cls, services: Services) -> Node:
+        journal, slots = services.journal, services.slots
+        host = HostSide(services.config, journal, slots.maker)
+        await host.set_up()
+        slots.route_localnet = host.route_localnet
+        lifecycle = Lifecycle(
+            journal,
+            container_hooks(services),
+            min(services.config.sandboxes_max, slots.capacity),
+            lambda box: _why_ended(services, box),
+        )
+        found = await adopt_living(services, lifecycle)
+        await remove_dead(services, lifecycle, found)
+        await slots.start(found.slots)
+        node = cls(services, await journal.node_id(), host, lifecycle)
+        node._metrics.start()
+        node._housekeeper = asyncio.create_task(node._keep_house(), name="housekeeping")
+        log.info("node is up", node_id=node._node_id, adopted=len(found.adopted))
+        return node
+
+    async def stop(self) -> None:
+        """End the daemon's part. Sandboxes and their processes go on."""
+        await self._lifecycle.drain(_DRAIN_S)
+        if self._housekeeper is not None:
+            self._housekeeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._housekeeper
+        await self._metrics.stop()
+        self._lifecycle.let_go()
+        await self._services.slots.stop()
+        await self._services.slots.maker.stop()
+        await self._services.journal.close()
+
+    async def purge(self) -> None:
+        """End every sandbox and remove everything of this instance from the machine: disk pool,
+        links, tables, groups, mounts, run files. Journal and images stay. The node is stopped."""
+        await asyncio.gather(
+            *(self._lifecycle.kill(box, EndReason.KILLED) for box in self._boxes())
+        )
+        await self._lifecycle.drain(_DRAIN_S)
+        await self._lifecycle.retry_leftovers()
+        services = self._services
+        await services.slots.stop()
+        left = await services.slots.wait_links_gone(_LINKS_GONE_S)
+        if left:
+            await services.slots.maker.ask("unlink", links=left)
+        await self._host.tear_down()
+        services.cgroups.remove_root()
+        await self.stop()
+        services.layers.unmount_all()
+        await services.pool.remove()
+        for directory in (services.paths.bundles, services.paths.runtime_root):
+            shutil.rmtree(directory, ignore_errors=True)
+        services.traits.agent.unlink(missing_ok=True)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(limits.HOUSEKEEPING_INTERVAL_S)
+            try:
+                await self._services.journal.prune(time.time())
+                await self._lifecycle.retry_leftovers()
+                await self._host.refresh_resolvers()
+                await asyncio.to_thread(self._services.pool.sweep_qgroups)
+            except Exception:
+                log.exception("housekeeping")
+
+    # --- helpers ------------------------------------------------------------
+
+    def _boxes(self) -> list[Sandbox]:
+        return list(self._lifecycle.boxes.values())
+
+    def _running(self) -> list[Sandbox]:
+        return [box for box in self._boxes() if box.state is State.RUNNING]
+
+    def _live(self, sandbox_id: str) -> Sandbox:
+        box = self._lifecycle.boxes.get(sandbox_id)
+        if box is None or box.state in TERMINAL:
+            raise SandboxNotFound(f"sandbox {sandbox_id} was not found")
+        return box
+
+    async def _record(self, sandbox_id: str) -> Record:
+        box = self._lifecycle.boxes.get(sandbox_id)
+        if box is not None:
+            return box.record
+        record = await self._services.journal.find(sandbox_id)
+        if record is None:
+            raise SandboxNotFound(f"sandbox {sandbox_id} was not found")
+        return record
+
+    # --- NodeClient ---------------------------------------------------------
+
+    async def info(self) -> NodeInfo:
+        """Identity, abilities, load."""
+        usage = self._services.pool.usage()
+        memory_total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return NodeInfo(
+            node_id=self._node_id,
+            hostname=platform.node(),
+            version=__version__,
+            backends=("container",),
+            cpu_count=os.cpu_count() or 1,
+            memory_total_bytes=memory_total,
+            disk_total_bytes=usage.total_bytes,
+            disk_free_bytes=usage.free_bytes,
+            sandboxes=len(self._lifecycle.boxes),
+            sandboxes_max=min(self._services.config.sandboxes_max, self._services.slots.capacity),
+            features=self._features(),
+        )
+
+    def _features(self) -> dict[str, Any]:
+        services = self._services
+        return {
+            "kernel": platform.release(),
+            "cgroup": services.cgroups.kind,
+            "swap_limit": services.cgroups.swap_limited(),
+            "oci_runtime": services.runtime.name,
+            "oci_runtime_version": services.runtime.version,
+            "user_namespaces": services.slots.user_namespaces,
+            "idmapped_mounts": services.slots.user_namespaces,
+            "quota": f"btrfs-{services.pool.quota_kind}",
+            "erofs": services.layers.how,
+            "agent": str(services.traits.agent),
+            "slots_ready": services.slots.ready,
+            "teardowns_unfinished": self._lifecycle.leftovers,
+            **self._host.features(),
+        }
+
+    async def create(self, spec: SandboxSpec) -> SandboxStatus:
+        """See ``NodeClient.create``."""
+        if spec.backend != "container":
+            raise NotSupported(f"this node does not offer the backend {spec.backend!r}")
+        network_policy.check(spec.network)
+        return status_of(await self._lifecycle.create(spec))
+
+    async def get(self, sandbox_id: str) -> SandboxStatus:
+        """See ``NodeClient.get``."""
+        return status_of(await self._record(sandbox_id))
+
+    async def list(self) -> list[SandboxStatus]:
+        """See ``NodeClient.list``."""
+        return [status_of(box.record) for box in self._boxes()]
+
+    async def kill(self, sandbox_id: str, reason: EndReason = EndReason.KILLED) -> SandboxStatus:
+        """See ``NodeClient.kill``."""
+        box = self._lifecycle.boxes.get(sandbox_id)
+        if box is None:
+            return await self.get(sandbox_id)
+        await self._lifecycle.kill(box, reason)
+        return status_of(box.record)
+
+    async def set_end_at(
+        self, sandbox_id: str, end_at: float, *, only_extend: bool = False
+    ) -> SandboxStatus:
+        """See ``NodeClient.set_end_at``."""
+        box = self._live(sandbox_id)
+        if not only_extend or end_at > box.record.end_at:
+            box.record.end_at = end_at
+            await self._services.journal.save(box.record, None)
+            if box.state is State.RUNNING:
+                self._lifecycle.deadlines.set(f"ttl:{sandbox_id}", end_at)
+        return status_of(box.record)
+
+    async def set_network(self, sandbox_id: str, policy: NetworkPolicy) -> None:
+        """See ``NodeClient.set_network``."""
+        network_policy.check(policy)
+        box = self._live(sandbox_id)
+        if box.state is not State.RUNNING or box.slot is None:
+            raise StateConflict(
+                f"sandbox {sandbox_id} is {box.state}", details={"state": str(box.state)}
+            )
+        try:
+            await self._services.slots.set_policy(box.slot, policy)
+        except SlotMakerError as exc:
+            raise SandboxStartFailed(f"the network policy was refused: {exc}") from exc
+        box.record.spec = msgspec.structs.replace(box.spec, network=policy)
+        await self._services.journal.save(box.record, None)
+
+    async def route(self, sandbox_id: str) -> Route:
+        """See ``NodeClient.route``."""
+        box = self._live(sandbox_id)
+        if box.start_task is not None and not box.start_task.done():
+            await asyncio.shield(box.start_task)
+            box = self._live(sandbox_id)
+        if box.state is not State.RUNNING or box.slot is None:
+            raise StateConflict(
+                f"sandbox {sandbox_id} is {box.state}", details={"state": str(box.state)}
+            )
+        return _route_of(box)
+
+    async def route_by_signature(
+        self, *, path: str, operation: str, username: str, signature: str, expiration: str | None
+    ) -> Route:
+        """See ``NodeClient.route_by_signature``."""
+        for box in self._running():
+            wanted = file_signature(path, operation, username, box.spec.access_token, expiration)
+            if hmac.compare_digest(wanted.encode(), signature.encode()):
+                return _route_of(box)
+        raise SandboxNotFound("no running sandbox made this signature")
+
+    async def metrics(self, sandbox_id: str, start: float, end: float) -> list[MetricSample]:  # type: ignore[valid-type]
+        """See ``NodeClient.metrics``."""
+        box = self._lifecycle.boxes.get(sandbox_id)
+        if box is None:
+            await self._record(sandbox_id)
+            return []
+        return await self._metrics.of(box, start, end)
+
+    async def transitions(self, sandbox_id: str) -> list[Transition]:  # type: ignore[valid-type]
+        """Kept changes of state, oldest first.
+
+        Raises:
+            SandboxNotFound: the journal does not know it.
+        """
+        await self._record(sandbox_id)
+        return await self._services.journal.transitions(sandbox_id)
+
+    def events(self) -> AsyncIterator[NodeEvent]:
+        """See ``NodeClient.events``."""
+        return self._lifecycle.events.subscribe()
+
+
+def _route_of(box: Sandbox) -> Route:
+    assert box.slot is not None
+    spec = box.spec
+    return Route(
+        sandbox_id=spec.sandbox_id,
+        state=box.state,
+        address=box.slot.address,
+        agent_port=network_policy.AGENT_PORT,
+        control_token=spec.control_token,
+        traffic_token=spec.traffic_token,
+        allow_public_traffic=spec.network.allow_public_traffic,
+        mask_request_host=spec.network.mask_request_host,
+        https_ports=spec.network.https_ports,
+    )
+
+
+def file_signature(
+    path: str, operation: str, username: str, token: str, expiration: str | None
+) -> str:
+    """E2B's signature v1 of a file URL."""
+    text = f"{path}:{operation}:{username}:{token}"
+    if expiration is not None:
+        text += f":{expiration}"
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
+    return f"v1_{digest}"
+
+
+def _why_ended(services: Services, box: Sandbox) -> tuple[EndReason, str]:
+    kills = services.cgroups.oom_kills(box.sandbox_id)
+    code = box.exit_code
+    if kills and code in (-9, None):
+        return (
+            EndReason.OOM,
+            f"the kernel killed {kills} process(es) at the limit of {box.spec.memory_mb} MiB, "
+            "the guest agent among them",
+        )
+    if code is None:
+        return EndReason.EXITED, "its first process ended"
+    if code < 0:
+        return EndReason.EXITED, f"its first process was ended by signal {-code}"
+    return EndReason.EXITED, f"its first process exited with status {code}"
+
+
+async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Services:
+    syscalls.set_child_subreaper()
+    nofile_max = _raise_open_files()
+    runtime = OciRuntime(config.oci_runtime, paths.runtime_root)
+    await runtime.probe()
+    groups = cgroups.detect(f"/opendsec-{config.instance}", cgroups.host_mount_table())
+    pool = DiskPool(paths, config.disk_pool_mb)
+    await pool.open()
+    slots = SlotPool(
+        instance=config.instance,
+        network_cidr=config.network_cidr,
+        ready_wanted=config.slots_ready,
+        capacity=config.sandboxes_max + config.slots_ready,
+        user_namespaces=config.user_namespaces == "auto" and user_namespaces_usable(paths),
+    )
+    slots.maker.start()
+    return Services(
+        config=config,
+        paths=paths,
+        journal=journal,
+        pool=pool,
+        layers=LayerMounts(ImageStore(paths.images)),
+        slots=slots,
+        runtime=runtime,
+        cgroups=groups,
+        traits=HostTraits(
+            agent=install_agent(find_agent(config), paths.run),
+            swap_limited=groups.swap_limited(),
+            cgroup_root=groups.root,
+            nofile_max=nofile_max,
+        ),
+        boot_id=process.boot_id(),
+    )
+
+
+def _make_directories(paths: NodePaths) -> None:
+    """The runtime reaches a bundle with the sandbox's own ids, so the way there may be walked,
+    though not read, by all."""
+    for directory, mode in (
+        (paths.state, 0o700),
+        (paths.run, 0o711),
+        (paths.bundles, 0o711),
+        (paths.runtime_root, 0o700),
+    ):
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(mode)
+
+
+def _raise_open_files() -> int:
+    """Each live sandbox takes two descriptors; returns what a sandbox itself may have."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < limits.NOFILE_MAX:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limits.NOFILE_MAX, limits.NOFILE_MAX))
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return min(hard, limits.NOFILE_MAX)

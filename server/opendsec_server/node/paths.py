@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Every file and directory of a node, named in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from opendsec_server.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class NodePaths:
+    """Where a node keeps things.
+
+    Args:
+        state: Survives a reboot.
+        run: Does not.
+    """
+
+    state: Path
+    run: Path
+
+    @classmethod
+    def of(cls, config: Config) -> NodePaths:
+        """The paths that a configuration means."""
+        return cls(config.state_path, config.run_path)
+
+    @property
+    def journal(self) -> Path:
+        """SQLite."""
+        return self.state / "node.db"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the one daemon that owns this state."""
+        return self.state / "node.lock"
+
+    @property
+    def images(self) -> Path:
+        """Layers and their index."""
+        return self.state / "images"
+
+    @property
+    def pool(self) -> Path:
+        """Where the disk pool is mounted."""
+        return self.state / "pool"
+
+    @property
+    def pool_image(self) -> Path:
+        """The pool's sparse file."""
+        return self.state / "pool.img"
+
+    @property
+    def disks(self) -> Path:
+        """One subvolume per sandbox."""
+        return self.pool / "sandboxes"
+
+    @property
+    def runtime_root(self) -> Path:
+        """The OCI runtime's own state."""
+        return self.run / "oci"
+
+    @property
+    def bundles(self) -> Path:
+        """One directory per sandbox, being set up or running."""
+        return self.run / "sandboxes"
+
+    def disk(self, sandbox_id: str) -> Path:
+        """A sandbox's subvolume: ``upper``, ``work``, ``agent.log``."""
+        return self.disks / sandbox_id
+
+    def bundle(self, sandbox_id: str) -> Path:
+        """A sandbox's OCI bundle."""
+        return self.bundles / sandbox_id

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What hooks work with: one value, so that each hook takes what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opendsec_server.config import Config
+
+from .cgroups import CgroupSet
+from .container.bundle import HostTraits
+from .container.runtime import OciRuntime
+from .journal import Journal
+from .network.slots import SlotPool
+from .paths import NodePaths
+from .storage.layers import LayerMounts
+from .storage.pool import DiskPool
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of a running node."""
+
+    config: Config
+    paths: NodePaths
+    journal: Journal
+    pool: DiskPool
+    layers: LayerMounts
+    slots: SlotPool
+    runtime: OciRuntime
+    cgroups: CgroupSet
+    traits: HostTraits
+    boot_id: str

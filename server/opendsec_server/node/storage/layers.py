@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Read-only layers, each mounted once for all sandboxes.
+
+Mounted in the host's mount namespace: a new mount of the same file would not share its page
+cache with the sandboxes that still run on the old one after the daemon was restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+
+from opendsec_server.contract.errors import Internal, TemplateNotFound
+from opendsec_server.images.store import ImageNotFound, ImageStore
+from opendsec_server.node import mountns, syscalls
+
+from .pool import attach_loop, release_loop
+
+
+class LayerMounts:
+    """Resolves image names to mounted layers."""
+
+    def __init__(self, store: ImageStore) -> None:
+        self._store = store
+        self._ready: set[str] = set()
+        self._lock = asyncio.Lock()
+        self.how: str | None = None
+        """``file`` or ``loop``, once something was mounted by this process."""
+
+    async def resolve(self, image: str) -> list[Path]:
+        """Mounted layers of an image, the topmost first.
+
+        Raises:
+            TemplateNotFound: the image is not on this node.
+        """
+        try:
+            digest = self._store.find(image).digest
+        except ImageNotFound as exc:
+            raise TemplateNotFound(f"image {image!r} is not on this node: {exc}") from exc
+        target = self._store.mount_path(digest)
+        if digest not in self._ready:
+            async with self._lock:
+                if digest not in self._ready:
+                    await self._mount(self._store.layer_path(digest), target)
+                    self._ready.add(digest)
+        return [target]
+
+    async def _mount(self, layer: Path, target: Path) -> None:
+        if not mountns.is_mounted_on_host(target):
+            mountns.make_directory(target)
+            try:
+                mountns.on_host(lambda: _mount_erofs(str(layer), target))
+                self.how = "file"
+            except OSError as exc:
+                if exc.errno != errno.ENOTBLK:
+                    raise Internal(
+                        f"cannot mount the layer {layer}: {exc}",
+                        remediation="Check that the kernel has EROFS (modprobe erofs).",
+                    ) from exc
+                device = await attach_loop(layer, read_only=True)
+                try:
+                    mountns.on_host(lambda: _mount_erofs(device, target))
+                finally:
+                    await release_loop(device)
+                self.how = "loop"
+        mountns.show_here(target)
+
+    def unmount_all(self) -> None:
+        """Unmount every layer of the store. Idempotent."""
+        for digest in set(self._store.names().values()):
+            mountns.unmount_everywhere(self._store.mount_path(digest))
+        self._ready.clear()
+
+
+def _mount_erofs(source: str, target: Path) -> None:
+    syscalls.mount(
+        source, str(target), "erofs", syscalls.MS_RDONLY | syscalls.MS_NODEV | syscalls.MS_NOATIME
+    )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""A sandbox's root file system: overlay of read-only layers and its own subvolume.
+
+Both sides are handed to the overlay as id-mapped mounts, so that files carry ids 0..65535 on
+disk whatever id range the sandbox runs in. The overlay is ``volatile``: a sandbox's disk does
+not survive a crash of the host anyway, so fsync need not reach the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from opendsec_server.node import syscalls
+
+HOSTS = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n"
+
+
+def prepare_upper(disk: Path, *, hostname: str, resolvers: tuple[str, ...]) -> None:
+    """Lay out a fresh subvolume and write the files that name the sandbox.
+
+    They are ordinary files of the writable layer: programs in the sandbox may change them.
+    """
+    (disk / "work").mkdir(mode=0o700)
+    upper = disk / "upper"
+    upper.mkdir()
+    upper.chmod(0o755)
+    etc = upper / "etc"
+    etc.mkdir()
+    etc.chmod(0o755)
+    _write(etc / "hostname", f"{hostname}\n")
+    _write(etc / "hosts", HOSTS.format(name=hostname))
+    lines = "".join(f"nameserver {ip}\n" for ip in resolvers)
+    _write(etc / "resolv.conf", f"{lines}options timeout:2 attempts:3\n")
+
+
+def _write(path: Path, text: str) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    try:
+        os.fchmod(fd, 0o644)
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def mount_rootfs(
+    layers: list[Path], disk: Path, bundle: Path, userns_fd: int | None, id_base: int
+) -> Path:
+    """Mount the overlay at ``bundle/rootfs`` in the daemon's namespace.
+
+    Args:
+        layers: Mounted read-only layers, the topmost first.
+        disk: The prepared subvolume.
+        bundle: Existing directory of the sandbox.
+        userns_fd: Id map; None: ids are taken as they are.
+        id_base: Host id of the sandbox's root; 0 without a map.
+
+    Raises:
+        OSError: the kernel refused; nothing stays mounted but what ``unmount_rootfs`` removes.
+    """
+    rootfs = bundle / "rootfs"
+    rootfs.mkdir()
+    with contextlib.ExitStack() as temporary:
+        lowers = [
+            _mapped(layer, bundle / f"lower{index}", userns_fd, temporary)
+            for index, layer in enumerate(layers)
+        ]
+        writable = _mapped(disk, bundle / "disk", userns_fd, temporary)
+        options = (
+            f"lowerdir={':'.join(map(str, lowers))},upperdir={writable}/upper,"
+            f"workdir={writable}/work,volatile"
+        )
+        # The overlay works with the ids of who mounts it; those must exist in the id map.
+        with syscalls.file_system_ids(id_base, id_base):
+            syscalls.mount("overlay", str(rootfs), "overlay", syscalls.MS_NODEV, options)
+    return rootfs
+
+
+def _mapped(source: Path, target: Path, userns_fd: int | None, stack: contextlib.ExitStack) -> Path:
+    """``source`` seen through the id map at ``target`` until the stack unwinds.
+
+    The overlay keeps its own reference, so the mount is only needed while it is being made.
+    """
+    if userns_fd is None:
+        return source
+    target.mkdir()
+    tree_fd = syscalls.open_tree_clone(str(source))
+    try:
+        syscalls.idmap_mount(tree_fd, userns_fd)
+        syscalls.move_mount(tree_fd, str(target))
+    finally:
+        os.close(tree_fd)
+    stack.callback(_drop, target)
+    return target
+
+
+def _drop(target: Path) -> None:
+    syscalls.umount(str(target))
+    target.rmdir()
+
+
+def unmount_rootfs(bundle: Path) -> None:
+    """Detach whatever is mounted below a bundle. The container keeps its own copy. Idempotent."""
+    if not bundle.is_dir():
+        return
+    for entry in bundle.iterdir():
+        if entry.is_dir() and os.path.ismount(entry):
+            syscalls.umount(str(entry))
