@@ -183,8 +183,8 @@ async fn drain(edge: &Edge, tasks: &TaskTracker, limit: Duration) {
     drop(tokio::time::timeout(FINAL_FLUSH, tasks.wait()).await);
 }
 
-/// Raise the descriptor limit, and keep the cap on connections below what it allows: each may need
-/// a second descriptor towards its sandbox.
+/// Raise the descriptor limit, and keep the cap on connections below what it allows, so that some
+/// are left for connections to sandboxes. Should those run out, requests get a clean 503.
 fn connection_cap(wanted: usize) -> usize {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -205,9 +205,8 @@ fn connection_cap(wanted: usize) -> usize {
     let Some(descriptors) = effective else {
         return wanted;
     };
-    let allowed = usize::try_from(descriptors.saturating_sub(RESERVED_FDS) / 2)
-        .unwrap_or(usize::MAX)
-        .max(1);
+    let for_clients = descriptors.saturating_sub(RESERVED_FDS) / 4 * 3;
+    let allowed = usize::try_from(for_clients).unwrap_or(usize::MAX).max(1);
     if allowed < wanted {
         event(
             Level::Warning,

@@ -27,7 +27,8 @@ async fn api_headers_and_host_form() {
     assert_eq!(by_header["uri"], "/health");
     assert_eq!(by_header["headers"]["e2b-sandbox-id"], ID);
     for domain in ["sbx.test", "SBX.test:7300", "elsewhere.example"] {
-        let request = format!("GET /h HTTP/1.1\r\nHost: 49983-{ID}.{domain}\r\nX-Access-Token: t\r\n\r\n");
+        let request =
+            format!("GET /h HTTP/1.1\r\nHost: 49983-{ID}.{domain}\r\nX-Access-Token: t\r\n\r\n");
         let seen = world.ask(&request).await.json();
         assert_eq!(seen["uri"], "/h", "{domain}");
         assert_eq!(seen["headers"]["x-access-token"], "t");
@@ -42,25 +43,68 @@ async fn errors_to_the_byte() {
     world.add(ID, echo_agent().await);
     let gone = world.get("igone", 49_983, "/health").await;
     assert_eq!(gone.status, 502);
-    assert_eq!(gone.text(), r#"{"sandboxId":"igone","message":"The sandbox was not found","code":502}"#);
-    assert_eq!(gone.header("content-type"), Some("application/json; charset=utf-8"));
+    assert_eq!(
+        gone.text(),
+        r#"{"sandboxId":"igone","message":"The sandbox was not found","code":502}"#
+    );
+    assert_eq!(
+        gone.header("content-type"),
+        Some("application/json; charset=utf-8")
+    );
     let closed = world.get(ID, 1, "/").await;
     assert_eq!(closed.status, 502);
     assert_eq!(
         closed.text(),
-        format!(r#"{{"sandboxId":"{ID}","message":"The sandbox is running but port is not open","port":1,"code":502}}"#)
+        format!(
+            r#"{{"sandboxId":"{ID}","message":"The sandbox is running but port is not open","port":1,"code":502}}"#
+        )
     );
-    let missing = world.ask(&format!("GET / HTTP/1.1\r\nHost: x\r\nE2b-Sandbox-Id: {ID}\r\n\r\n")).await;
-    assert_eq!((missing.status, missing.text()), (400, r#"{"code":400,"message":"Missing header: E2b-Sandbox-Port"}"#));
-    let missing = world.ask("GET / HTTP/1.1\r\nHost: x\r\nE2b-Sandbox-Port: 80\r\n\r\n").await;
-    assert_eq!((missing.status, missing.text()), (400, r#"{"code":400,"message":"Missing header: E2b-Sandbox-Id"}"#));
-    let page = world.ask(&to_port("GET", ID, 1, "/", "Accept: text/html,*/*\r\n")).await;
+    let missing = world
+        .ask(&format!(
+            "GET / HTTP/1.1\r\nHost: x\r\nE2b-Sandbox-Id: {ID}\r\n\r\n"
+        ))
+        .await;
+    assert_eq!(
+        (missing.status, missing.text()),
+        (
+            400,
+            r#"{"code":400,"message":"Missing header: E2b-Sandbox-Port"}"#
+        )
+    );
+    let missing = world
+        .ask("GET / HTTP/1.1\r\nHost: x\r\nE2b-Sandbox-Port: 80\r\n\r\n")
+        .await;
+    assert_eq!(
+        (missing.status, missing.text()),
+        (
+            400,
+            r#"{"code":400,"message":"Missing header: E2b-Sandbox-Id"}"#
+        )
+    );
+    let page = world
+        .ask(&to_port("GET", ID, 1, "/", "Accept: text/html,*/*\r\n"))
+        .await;
     assert_eq!(page.status, 502);
-    assert_eq!(page.header("content-type"), Some("text/html; charset=utf-8"));
-    for path in ["/init", "//init", "/%69nit", "/opendsec/tunnel?port=22", "/x/../freeze"] {
+    assert_eq!(
+        page.header("content-type"),
+        Some("text/html; charset=utf-8")
+    );
+    for path in [
+        "/init",
+        "//init",
+        "/%69nit",
+        "/opendsec/tunnel?port=22",
+        "/x/../freeze",
+    ] {
         assert_eq!(world.get(ID, 49_983, path).await.status, 404, "{path}");
     }
-    assert_eq!(world.ask("CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n").await.status, 405);
+    assert_eq!(
+        world
+            .ask("CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n")
+            .await
+            .status,
+        405
+    );
 }
 
 #[tokio::test]
@@ -69,7 +113,11 @@ async fn ports_tokens_and_masks() {
     let app = tcp_server(|mut wire| async move {
         let (_, head) = wire.request_head().await;
         let body = head.to_lowercase();
-        wire.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}", body.len())).await;
+        wire.send(format!(
+            "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        ))
+        .await;
     })
     .await;
     let agent = echo_agent().await;
@@ -85,31 +133,79 @@ async fn ports_tokens_and_masks() {
     world.control.set("iclosed", closed);
     let missing = world.get("iclosed", app.port(), "/").await;
     assert_eq!(missing.status, 403);
-    assert!(missing.text().starts_with(r#"{"sandboxId":"iclosed","message":""#), "{missing:?}");
+    assert!(
+        missing
+            .text()
+            .starts_with(r#"{"sandboxId":"iclosed","message":""#),
+        "{missing:?}"
+    );
     assert!(missing.text().ends_with(r#"","code":403}"#), "{missing:?}");
-    let wrong = world.ask(&to_port("GET", "iclosed", app.port(), "/", "E2b-Traffic-Access-Token: nope\r\n")).await;
+    let wrong = world
+        .ask(&to_port(
+            "GET",
+            "iclosed",
+            app.port(),
+            "/",
+            "E2b-Traffic-Access-Token: nope\r\n",
+        ))
+        .await;
     assert_eq!(wrong.status, 403);
     assert_ne!(wrong.text(), missing.text());
-    let right = world.ask(&to_port("GET", "iclosed", app.port(), "/", "E2b-Traffic-Access-Token: traffic\r\n")).await;
+    let right = world
+        .ask(&to_port(
+            "GET",
+            "iclosed",
+            app.port(),
+            "/",
+            "E2b-Traffic-Access-Token: traffic\r\n",
+        ))
+        .await;
     assert_eq!(right.status, 200);
-    assert!(right.text().contains(&format!("\r\nhost: localhost:{}\r\n", app.port())), "{right:?}");
+    assert!(
+        right
+            .text()
+            .contains(&format!("\r\nhost: localhost:{}\r\n", app.port())),
+        "{right:?}"
+    );
     assert!(right.text().contains("x-forwarded-host: localhost\r\n"));
-    assert_eq!(world.get("iclosed", 49_983, "/health").await.status, 200, "the agent checks for itself");
+    assert_eq!(
+        world.get("iclosed", 49_983, "/health").await.status,
+        200,
+        "the agent checks for itself"
+    );
 }
 
 #[tokio::test]
 async fn signed_urls_without_an_id() {
     let world = World::start().await;
     world.add(ID, echo_agent().await);
-    world.control.state.signatures.lock().expect("lock").insert("signature=v1%5Fgood".to_owned(), ID.to_owned());
+    world
+        .control
+        .state
+        .signatures
+        .lock()
+        .expect("lock")
+        .insert("signature=v1%5Fgood".to_owned(), ID.to_owned());
     let good = world.ask("GET /files?path=%2Fa+b&username=user&signature=v1_good HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
-    assert_eq!(good.json()["uri"], "/files?path=%2Fa+b&username=user&signature=v1_good");
+    assert_eq!(
+        good.json()["uri"],
+        "/files?path=%2Fa+b&username=user&signature=v1_good"
+    );
     let query = world.control.state.signature_queries.lock().expect("lock")[0].clone();
-    assert_eq!(query, "path=%2Fa%20b&operation=read&username=user&signature=v1%5Fgood&expiration=");
+    assert_eq!(
+        query,
+        "path=%2Fa%20b&operation=read&username=user&signature=v1%5Fgood&expiration="
+    );
     let bad = world.ask("POST /files?path=a&signature=v1_bad&signature_expiration=5 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n").await;
-    assert_eq!((bad.status, bad.text()), (401, r#"{"code":401,"message":"invalid signature"}"#));
+    assert_eq!(
+        (bad.status, bad.text()),
+        (401, r#"{"code":401,"message":"invalid signature"}"#)
+    );
     let query = world.control.state.signature_queries.lock().expect("lock")[1].clone();
-    assert!(query.contains("operation=write") && query.ends_with("expiration=5"), "{query}");
+    assert!(
+        query.contains("operation=write") && query.ends_with("expiration=5"),
+        "{query}"
+    );
 }
 
 #[tokio::test]
@@ -130,8 +226,14 @@ async fn invalidation_single_flight_and_refresh() {
     assert_eq!(world.control.lookups(), 1, "single flight");
 
     world.add(ID, named("second").await);
-    assert_eq!(world.get(ID, 49_983, "/").await.text(), "first", "still cached");
-    world.control.notify(json!({"event": "invalidate", "sandbox_id": ID}));
+    assert_eq!(
+        world.get(ID, 49_983, "/").await.text(),
+        "first",
+        "still cached"
+    );
+    world
+        .control
+        .notify(json!({"event": "invalidate", "sandbox_id": ID}));
     let mut text = String::new();
     for _ in 0..400 {
         text = world.get(ID, 49_983, "/").await.text().to_owned();
@@ -142,7 +244,12 @@ async fn invalidation_single_flight_and_refresh() {
     assert_eq!(text, "second");
 
     // A route that leads nowhere is asked for once more.
-    let unused = { std::net::TcpListener::bind("127.0.0.1:0").expect("bind").local_addr().expect("address") };
+    let unused = {
+        std::net::TcpListener::bind("127.0.0.1:0")
+            .expect("bind")
+            .local_addr()
+            .expect("address")
+    };
     world.add("imoved", unused);
     let before = world.control.lookups();
     let answer = world.get("imoved", 49_983, "/").await;
@@ -165,11 +272,15 @@ async fn the_control_plane_may_be_away() {
     assert_eq!(unknown.status, 503);
     assert_eq!(unknown.json()["error_code"], "control_plane_unavailable");
     assert_eq!(unknown.header("retry-after"), Some("1"));
-    let api = world.ask("GET /sandboxes HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
+    let api = world
+        .ask("GET /sandboxes HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        .await;
     assert_eq!(api.status, 503);
     assert_eq!(api.header("retry-after"), Some("1"));
     assert_eq!(api.json()["code"], 503);
-    let native = world.ask("GET /v1/info HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
+    let native = world
+        .ask("GET /v1/info HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        .await;
     assert_eq!(native.json()["error"]["code"], "control_plane_unavailable");
     // Back again: the cache is flushed, so a changed route is seen without a notice.
     let moved = agent(|_| async { Response::new(full("moved")) }).await;

@@ -39,7 +39,10 @@ pub fn full(bytes: impl Into<Bytes>) -> Body {
 pub fn channel_body() -> (mpsc::Sender<Bytes>, Body) {
     let (sender, receiver) = mpsc::channel::<Bytes>(1);
     let chunks = futures_util::stream::unfold(receiver, |mut receiver| async move {
-        receiver.recv().await.map(|chunk| (Ok(Frame::data(chunk)), receiver))
+        receiver
+            .recv()
+            .await
+            .map(|chunk| (Ok(Frame::data(chunk)), receiver))
     });
     (sender, StreamBody::new(chunks).boxed_unsync())
 }
@@ -100,7 +103,11 @@ impl Control {
                         control_answer(Arc::clone(&state), notices.subscribe(), request)
                     });
                     let connection = hyper::server::conn::http1::Builder::new();
-                    drop(connection.serve_connection(TokioIo::new(stream), service).await);
+                    drop(
+                        connection
+                            .serve_connection(TokioIo::new(stream), service)
+                            .await,
+                    );
                 });
             }
         });
@@ -108,7 +115,11 @@ impl Control {
     }
 
     pub fn set(&self, id: &str, route: Value) {
-        self.state.routes.lock().expect("lock").insert(id.to_owned(), route);
+        self.state
+            .routes
+            .lock()
+            .expect("lock")
+            .insert(id.to_owned(), route);
     }
 
     pub fn remove(&self, id: &str) {
@@ -120,12 +131,17 @@ impl Control {
     }
 
     pub fn notify(&self, notice: Value) {
-        self.notices.send(format!("{notice}\n")).expect("an edge listens");
+        self.notices
+            .send(format!("{notice}\n"))
+            .expect("an edge listens");
     }
 
     /// Wait until the edge has opened its `count`-th invalidation stream.
     pub async fn streams_opened(&self, count: usize) {
-        until("invalidation stream", || self.state.streams.load(Ordering::SeqCst) >= count).await;
+        until("invalidation stream", || {
+            self.state.streams.load(Ordering::SeqCst) >= count
+        })
+        .await;
     }
 }
 
@@ -138,7 +154,10 @@ async fn control_answer(
     if path == "/invalidations" {
         let (sender, body) = channel_body();
         tokio::spawn(async move {
-            sender.send(Bytes::from_static(b"{\"event\":\"hello\"}\n")).await.ok();
+            sender
+                .send(Bytes::from_static(b"{\"event\":\"hello\"}\n"))
+                .await
+                .ok();
             state.streams.fetch_add(1, Ordering::SeqCst);
             while let Ok(line) = notices.recv().await {
                 if sender.send(line.into()).await.is_err() {
@@ -155,9 +174,16 @@ async fn control_answer(
     }
     let id = if path == "/routes/by-signature" {
         let query = request.uri().query().unwrap_or_default().to_owned();
-        state.signature_queries.lock().expect("lock").push(query.clone());
+        state
+            .signature_queries
+            .lock()
+            .expect("lock")
+            .push(query.clone());
         let known = state.signatures.lock().expect("lock");
-        known.iter().find(|(part, _)| query.contains(part.as_str())).map(|(_, id)| id.clone())
+        known
+            .iter()
+            .find(|(part, _)| query.contains(part.as_str()))
+            .map(|(_, id)| id.clone())
     } else {
         path.strip_prefix("/routes/").map(str::to_owned)
     };
@@ -178,11 +204,22 @@ async fn api_answer(request: Request<Incoming>) -> Result<Response<Body>, Infall
     let headers: HashMap<String, String> = request
         .headers()
         .iter()
-        .map(|(name, value)| (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into()))
+        .map(|(name, value)| {
+            (
+                name.to_string(),
+                String::from_utf8_lossy(value.as_bytes()).into(),
+            )
+        })
         .collect();
     let (method, uri) = (request.method().to_string(), request.uri().to_string());
-    let body = request.into_body().collect().await.map(|body| body.to_bytes()).unwrap_or_default();
-    let seen = json!({"api": true, "method": method, "uri": uri, "headers": headers, "bytes": body.len()});
+    let body = request
+        .into_body()
+        .collect()
+        .await
+        .map(|body| body.to_bytes())
+        .unwrap_or_default();
+    let seen =
+        json!({"api": true, "method": method, "uri": uri, "headers": headers, "bytes": body.len()});
     Ok(Response::new(full(seen.to_string())))
 }
 
@@ -195,7 +232,11 @@ fn serve_api(path: &Path) -> JoinHandle<()> {
             let (stream, _) = listener.accept().await.expect("accept");
             connections.spawn(async move {
                 let connection = hyper::server::conn::http1::Builder::new();
-                drop(connection.serve_connection(TokioIo::new(stream), service_fn(api_answer)).await);
+                drop(
+                    connection
+                        .serve_connection(TokioIo::new(stream), service_fn(api_answer))
+                        .await,
+                );
             });
         }
     })
@@ -210,7 +251,10 @@ pub struct Options {
 
 impl Options {
     pub fn flags(flags: &[&str]) -> Self {
-        Options { flags: flags.iter().map(|&flag| flag.to_owned()).collect(), tls: false }
+        Options {
+            flags: flags.iter().map(|&flag| flag.to_owned()).collect(),
+            tls: false,
+        }
     }
 }
 
@@ -250,7 +294,14 @@ impl World {
             command.arg("--tls-key").arg(dir.path().join("key.pem"));
         }
         let process = Mutex::new(command.spawn().expect("edge"));
-        let world = World { edge, control, dir, api: Mutex::new(api), certificate, process };
+        let world = World {
+            edge,
+            control,
+            dir,
+            api: Mutex::new(api),
+            certificate,
+            process,
+        };
         world.control.streams_opened(1).await;
         until_connects(edge).await;
         world
@@ -262,7 +313,10 @@ impl World {
 
     pub fn signal(&self, name: &str) {
         let pid = self.process.lock().expect("lock").id().to_string();
-        let status = Command::new("kill").args(["-s", name, &pid]).status().expect("kill");
+        let status = Command::new("kill")
+            .args(["-s", name, &pid])
+            .status()
+            .expect("kill");
         assert!(status.success());
     }
 
@@ -280,8 +334,15 @@ impl World {
     pub fn memory_kb(&self) -> u64 {
         let pid = self.process.lock().expect("lock").id();
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
-        let line = status.lines().find(|line| line.starts_with("VmRSS")).expect("VmRSS");
-        line.split_whitespace().nth(1).expect("figure").parse().expect("number")
+        let line = status
+            .lines()
+            .find(|line| line.starts_with("VmRSS"))
+            .expect("VmRSS");
+        line.split_whitespace()
+            .nth(1)
+            .expect("figure")
+            .parse()
+            .expect("number")
     }
 
     pub fn add(&self, id: &str, agent: SocketAddr) {
@@ -413,11 +474,16 @@ pub struct Wire<S> {
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Wire<S> {
     pub fn new(stream: S) -> Self {
-        Wire { stream, buffer: Vec::new() }
+        Wire {
+            stream,
+            buffer: Vec::new(),
+        }
     }
 
     pub async fn send(&mut self, bytes: impl AsRef<[u8]>) {
-        soon("send", self.stream.write_all(bytes.as_ref())).await.expect("send");
+        soon("send", self.stream.write_all(bytes.as_ref()))
+            .await
+            .expect("send");
     }
 
     /// Read more; false at the end (orderly or by reset).
@@ -449,7 +515,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Wire<S> {
 
     pub async fn head(&mut self) -> (u16, String) {
         let head = String::from_utf8(self.until(b"\r\n\r\n").await).expect("ASCII head");
-        let status = head.split(' ').nth(1).expect("status").parse().expect("number");
+        let status = head
+            .split(' ')
+            .nth(1)
+            .expect("status")
+            .parse()
+            .expect("number");
         (status, head)
     }
 
@@ -495,7 +566,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Wire<S> {
                 break (status, head);
             }
         };
-        let mut answer = Answer { status, head, body: Vec::new(), complete: true };
+        let mut answer = Answer {
+            status,
+            head,
+            body: Vec::new(),
+            complete: true,
+        };
         if answer.header("transfer-encoding").is_some() {
             loop {
                 match self.chunk().await {
@@ -529,7 +605,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Wire<S> {
 }
 
 pub fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
-    haystack.windows(needle.len()).position(|window| window == needle)
+    haystack
+        .windows(needle.len())
+        .position(|window| window == needle)
 }
 
 /// A listener that hands each connection to `serve`.
@@ -589,12 +667,23 @@ async fn tunnel(request: Request<Incoming>) -> Response<Body> {
         *response.status_mut() = status;
         response
     };
-    if request.headers().get("x-opendsec-control").is_none_or(|token| token != "secret") {
+    if request
+        .headers()
+        .get("x-opendsec-control")
+        .is_none_or(|token| token != "secret")
+    {
         return refuse(StatusCode::UNAUTHORIZED, "{}");
     }
-    let port: u16 = request.uri().query().and_then(|query| query.strip_prefix("port=")?.parse().ok()).expect("port");
+    let port: u16 = request
+        .uri()
+        .query()
+        .and_then(|query| query.strip_prefix("port=")?.parse().ok())
+        .expect("port");
     let Ok(mut target) = TcpStream::connect(("127.0.0.1", port)).await else {
-        return refuse(StatusCode::BAD_GATEWAY, r#"{"code":"port_not_open","message":"closed"}"#);
+        return refuse(
+            StatusCode::BAD_GATEWAY,
+            r#"{"code":"port_not_open","message":"closed"}"#,
+        );
     };
     tokio::spawn(async move {
         if let Ok(upgraded) = hyper::upgrade::on(request).await {
