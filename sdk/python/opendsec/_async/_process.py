@@ -12,7 +12,6 @@ from typing import Any, Self
 from opendsec import _limits
 from opendsec._errors import (
     AgentUnresponsive,
-    BadResponse,
     CommandFailed,
     CommandTimeout,
     ConnectionFailed,
@@ -39,7 +38,8 @@ from ._connect import AsyncMessageStream, AsyncSandboxWire
 Command = str | Sequence[str]
 """A line for ``bash -l -c``, or a program with its arguments, started without a shell."""
 
-_SIGNALS = {_signal.SIGTERM: "SIGNAL_SIGTERM", _signal.SIGKILL: "SIGNAL_SIGKILL"}
+# Other signals go by number, which envd's protocol does not know but our agent does.
+_SIGNALS: dict[int, str] = {_signal.SIGTERM: "SIGNAL_SIGTERM", _signal.SIGKILL: "SIGNAL_SIGKILL"}
 
 
 class AsyncProcess:
@@ -49,9 +49,9 @@ class AsyncProcess:
     iterating, ``wait()`` returns the result at once. As a context manager it disconnects at the
     end of the block and leaves the process running.
 
-    The process runs on if this object is dropped. Output is held back while nobody reads it, so a
-    process that writes much must be read or disconnected from; output nobody is connected to is
-    discarded.
+    The process runs on if this object is dropped. While a connected object does not read, the
+    process is held back as soon as it has written some 256 KiB, and after five minutes the stream
+    is cut; so read it, or disconnect. Output nobody is connected to is discarded.
     """
 
     def __init__(
@@ -184,19 +184,18 @@ class AsyncProcess:
     async def send_signal(self, signal: int) -> None:
         """Send a signal, for example ``signal.SIGINT``.
 
-        SIGTERM and SIGKILL go to the whole process group by way of the sandbox's agent; other
-        signals are sent by ``kill`` in the sandbox.
+        SIGKILL ends the process with all its children; any other goes to the process alone.
+
+        Args:
+            signal: Its number, 1 to 64.
 
         Raises:
             ProcessNotFound: it has ended.
+            InvalidRequest: there is no such signal.
         """
-        known = _SIGNALS.get(_signal.Signals(signal))
-        if known is None:
-            await self._signal_by_command(int(signal))
-            return
         await self._wire.unary(
             "process.Process/SendSignal",
-            {"process": {"pid": self.pid}, "signal": known},
+            {"process": {"pid": self.pid}, "signal": _SIGNALS.get(signal, int(signal))},
             EmptyReply,
             user=self._user,
             not_found=ProcessNotFound,
@@ -253,7 +252,7 @@ class AsyncProcess:
             stderr_bytes=self._stderr.getvalue(),
             stdout_truncated=self._stdout.truncated,
             stderr_truncated=self._stderr.truncated,
-            error=event.error,
+            error=None if event.error == event.status else event.error,
         )
 
     def _timed_out(self) -> CommandTimeout:
@@ -291,20 +290,6 @@ class AsyncProcess:
         except ProcessNotFound:
             return False
         return True
-
-    async def _signal_by_command(self, signal: int) -> None:
-        killer = await start_process(
-            self._wire,
-            ["/bin/kill", f"-{signal}", str(self.pid)],
-            user="root",
-            timeout_s=_limits.HEALTH_TIMEOUT_S,
-        )
-        result = await killer.wait()
-        if result.ok:
-            return
-        if "no such process" in result.stderr.lower():
-            raise ProcessNotFound(f"Process {self.pid} has ended.")
-        raise BadResponse(f"The signal could not be sent: {result.stderr.strip()}")
 
 
 class AsyncPty(AsyncProcess):
