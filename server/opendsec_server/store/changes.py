@@ -30,6 +30,8 @@ def steps(source: State, target: State) -> tuple[State, ...]:
     Reports can be missed (a restart, a full queue), so that a sandbox is next seen several
     states further on. The states in between were passed all the same.
     """
+    if source is target:
+        return ()
     if can_move(source, target):
         return (target,)
     ways: deque[tuple[State, ...]] = deque(
@@ -62,10 +64,9 @@ async def apply_changes(store: Store, changes: Sequence[StateChange]) -> list[St
 
     def work(connection: sa.Connection) -> list[StateChange]:
         rows = _rows_for_update(connection, store, {c.sandbox_id for c in changes})
-        applied = [change for change in changes if _apply(rows, change)]
-        for row in rows.values():
-            if row.values:
-                _write(connection, row)
+        transitions: list[dict[str, Any]] = []
+        applied = [change for change in changes if _apply(rows, change, transitions)]
+        _write(connection, [row for row in rows.values() if row.changed], transitions)
         return applied
 
     return await store.write(work)
@@ -75,40 +76,83 @@ class _Row:
     """One sandbox while changes are applied to it."""
 
     def __init__(self, sandbox_id: str, state: State, transitions: int) -> None:
-        self.sandbox_id = sandbox_id
         self.state = state
-        self.transitions = transitions
-        self.values: dict[str, Any] = {}
-        self.new: list[dict[str, Any]] = []
+        self.changed = False
+        self.values: dict[str, Any] = {
+            "this_sandbox": sandbox_id,
+            "state": state,
+            "transitions": transitions,
+            **dict.fromkeys(_KEPT_UNLESS_SET),
+        }
+        self.outcome: KeyOutcome | None = None
+        """What the create's idempotency key stands for from now on."""
+
+
+_KEPT_UNLESS_SET = (
+    "started_at",
+    "end_at",
+    "ended_at",
+    "end_reason",
+    "message",
+    "fault",
+)
+# Statements are built once: building them costs more than running them.
+_THIS_SANDBOX: sa.BindParameter[str] = sa.bindparam("this_sandbox")
+_SELECT = sa.select(SANDBOXES.c.sandbox_id, SANDBOXES.c.state, SANDBOXES.c.transitions).where(
+    SANDBOXES.c.sandbox_id.in_(sa.bindparam("these", expanding=True))
+)
+# Always in the same order, so that two transactions never wait for each other.
+_SELECT_FOR_UPDATE = _SELECT.order_by(SANDBOXES.c.sandbox_id).with_for_update()
+_UPDATE = (
+    sa.update(SANDBOXES)
+    .where(SANDBOXES.c.sandbox_id == _THIS_SANDBOX)
+    .values(
+        state=sa.bindparam("state"),
+        transitions=sa.bindparam("transitions"),
+        **{
+            name: sa.func.coalesce(
+                sa.bindparam(name, type_=SANDBOXES.c[name].type), SANDBOXES.c[name]
+            )
+            for name in _KEPT_UNLESS_SET
+        },
+    )
+)
+_INSERT_TRANSITION = sa.insert(SANDBOX_TRANSITIONS)
+_TRIM = sa.delete(SANDBOX_TRANSITIONS).where(
+    SANDBOX_TRANSITIONS.c.sandbox_id == _THIS_SANDBOX,
+    SANDBOX_TRANSITIONS.c.seq <= sa.bindparam("transitions") - TRANSITIONS_KEPT_MAX,
+)
+# The create's key is settled in the same transaction as the state that settles it.
+_SETTLE_KEY = (
+    sa.update(IDEMPOTENCY)
+    .where(IDEMPOTENCY.c.sandbox_id == _THIS_SANDBOX, IDEMPOTENCY.c.outcome == "pending")
+    .values(outcome=sa.bindparam("settled_as"))
+)
 
 
 def _rows_for_update(
     connection: sa.Connection, store: Store, sandbox_ids: set[str]
 ) -> dict[str, _Row]:
-    query = sa.select(SANDBOXES.c.sandbox_id, SANDBOXES.c.state, SANDBOXES.c.transitions).where(
-        SANDBOXES.c.sandbox_id.in_(sandbox_ids)
-    )
-    if not store.is_sqlite:
-        # Always in the same order, so that two transactions never wait for each other.
-        query = query.order_by(SANDBOXES.c.sandbox_id).with_for_update()
-    rows = connection.execute(query).all()
+    query = _SELECT if store.is_sqlite else _SELECT_FOR_UPDATE
+    rows = connection.execute(query, {"these": list(sandbox_ids)}).all()
     return {row.sandbox_id: _Row(row.sandbox_id, State(row.state), row.transitions) for row in rows}
 
 
-def _apply(rows: dict[str, _Row], change: StateChange) -> bool:
+def _apply(rows: dict[str, _Row], change: StateChange, transitions: list[dict[str, Any]]) -> bool:
     row = rows.get(change.sandbox_id)
     if row is None:
         return False
     way = steps(row.state, change.state)
     if not way:
         return False
+    values = row.values
     for state in way:
         last = state is change.state
-        row.transitions += 1
-        row.new.append(
+        values["transitions"] += 1
+        transitions.append(
             {
-                "sandbox_id": row.sandbox_id,
-                "seq": row.transitions,
+                "sandbox_id": change.sandbox_id,
+                "seq": values["transitions"],
                 "from_state": row.state,
                 "to_state": state,
                 "at": change.at,
@@ -117,44 +161,39 @@ def _apply(rows: dict[str, _Row], change: StateChange) -> bool:
                 "cause": change.cause,
             }
         )
-        row.state = state
-    row.values |= {"state": row.state, "transitions": row.transitions}
+        row.state = values["state"] = state
+        if state is State.RUNNING:
+            row.outcome = "done"
     if change.started_at is not None:
-        row.values["started_at"] = change.started_at
+        values["started_at"] = change.started_at
     if change.end_at is not None:
-        row.values["end_at"] = change.end_at
+        values["end_at"] = change.end_at
     if change.state in TERMINAL:
-        row.values |= {
-            "ended_at": change.at,
-            "end_reason": change.reason,
-            "message": change.message,
-            "fault": change.fault,
-        }
+        values["ended_at"] = change.at
+        values["end_reason"] = change.reason
+        values["message"] = change.message
+        values["fault"] = change.fault
+        row.outcome = row.outcome or "failed"
+    row.changed = True
     return True
 
 
-def _write(connection: sa.Connection, row: _Row) -> None:
-    connection.execute(
-        sa.update(SANDBOXES).where(SANDBOXES.c.sandbox_id == row.sandbox_id).values(row.values)
-    )
-    connection.execute(sa.insert(SANDBOX_TRANSITIONS), row.new)
-    if row.transitions > TRANSITIONS_KEPT_MAX:
-        connection.execute(
-            sa.delete(SANDBOX_TRANSITIONS).where(
-                SANDBOX_TRANSITIONS.c.sandbox_id == row.sandbox_id,
-                SANDBOX_TRANSITIONS.c.seq <= row.transitions - TRANSITIONS_KEPT_MAX,
-            )
-        )
-    outcome: KeyOutcome | None = None
-    states = {new["to_state"] for new in row.new}
-    # The create's key is settled in the same transaction as the state that settles it.
-    if State.RUNNING in states:
-        outcome = "done"
-    elif row.state in TERMINAL:
-        outcome = "failed"
-    if outcome is not None:
-        connection.execute(
-            sa.update(IDEMPOTENCY)
-            .where(IDEMPOTENCY.c.sandbox_id == row.sandbox_id, IDEMPOTENCY.c.outcome == "pending")
-            .values(outcome=outcome)
-        )
+def _write(connection: sa.Connection, rows: list[_Row], transitions: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    connection.execute(_UPDATE, [row.values for row in rows])
+    connection.execute(_INSERT_TRANSITION, transitions)
+    settled = [
+        {"this_sandbox": row.values["this_sandbox"], "settled_as": row.outcome}
+        for row in rows
+        if row.outcome is not None
+    ]
+    if settled:
+        connection.execute(_SETTLE_KEY, settled)
+    long = [
+        {"this_sandbox": row.values["this_sandbox"], "transitions": row.values["transitions"]}
+        for row in rows
+        if row.values["transitions"] > TRANSITIONS_KEPT_MAX
+    ]
+    if long:
+        connection.execute(_TRIM, long)

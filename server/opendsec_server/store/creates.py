@@ -14,6 +14,34 @@ from .sandboxes import row_of
 from .store import Store
 from .tables import IDEMPOTENCY, PROJECTS, SANDBOXES
 
+# Statements are built once: building them costs more than running them.
+_IN_PROJECT = PROJECTS.c.project_id == sa.bindparam("in_project")
+_THIS_KEY = sa.and_(
+    IDEMPOTENCY.c.project_id == sa.bindparam("in_project"),
+    IDEMPOTENCY.c.key == sa.bindparam("this_key"),
+)
+_FIND_KEY = sa.select(IDEMPOTENCY).where(_THIS_KEY)
+_INSERT_KEY = sa.insert(IDEMPOTENCY)
+_RENEW_KEY = (
+    sa.update(IDEMPOTENCY)
+    .where(_THIS_KEY)
+    .values(
+        {
+            name: sa.bindparam(name)
+            for name in ("params_sha256", "sandbox_id", "outcome", "expires_at")
+        }
+    )
+)
+_INSERT_SANDBOX = sa.insert(SANDBOXES)
+_LOCK_PROJECT = sa.select(PROJECTS.c.project_id).where(_IN_PROJECT).with_for_update()
+_QUOTA = sa.select(
+    PROJECTS.c.sandboxes_max,
+    sa.select(sa.func.count())
+    .select_from(SANDBOXES)
+    .where(SANDBOXES.c.project_id == sa.bindparam("in_project"), SANDBOXES.c.ended_at.is_(None))
+    .scalar_subquery(),
+).where(_IN_PROJECT)
+
 
 async def begin_create(
     store: Store, record: SandboxRecord, claim: IdempotencyClaim | None
@@ -57,7 +85,7 @@ def _begin_create(
             if earlier.outcome != "failed":
                 return earlier
     _check_quota(connection, store, record.project_id)
-    connection.execute(sa.insert(SANDBOXES), row_of(record))
+    connection.execute(_INSERT_SANDBOX, row_of(record))
     if claim is not None:
         values = {
             "params_sha256": claim.params_sha256,
@@ -67,46 +95,28 @@ def _begin_create(
         }
         if earlier is None:
             names = {"project_id": record.project_id, "key": claim.key}
-            connection.execute(sa.insert(IDEMPOTENCY), names | values)
+            connection.execute(_INSERT_KEY, names | values)
         else:
-            connection.execute(
-                sa.update(IDEMPOTENCY)
-                .where(
-                    IDEMPOTENCY.c.project_id == record.project_id,
-                    IDEMPOTENCY.c.key == claim.key,
-                )
-                .values(values)
-            )
+            names = {"in_project": record.project_id, "this_key": claim.key}
+            connection.execute(_RENEW_KEY, names | values)
     return None
 
 
 def _find(connection: sa.Connection, project_id: str, key: str) -> IdempotencyRow | None:
-    query = sa.select(IDEMPOTENCY).where(
-        IDEMPOTENCY.c.project_id == project_id, IDEMPOTENCY.c.key == key
-    )
-    row = connection.execute(query).mappings().first()
+    names = {"in_project": project_id, "this_key": key}
+    row = connection.execute(_FIND_KEY, names).mappings().first()
     return None if row is None else struct_of(row, IdempotencyRow)
 
 
 def _check_quota(connection: sa.Connection, store: Store, project_id: str) -> None:
-    live = (
-        sa.select(sa.func.count())
-        .select_from(SANDBOXES)
-        .where(SANDBOXES.c.project_id == project_id, SANDBOXES.c.ended_at.is_(None))
-        .scalar_subquery()
-    )
+    names = {"in_project": project_id}
     if not store.is_sqlite:
         # Creates of one project take turns, or two could both see the last free place.
-        connection.execute(
-            sa.select(PROJECTS.c.project_id)
-            .where(PROJECTS.c.project_id == project_id)
-            .with_for_update()
-        )
-    query = sa.select(PROJECTS.c.sandboxes_max, live).where(PROJECTS.c.project_id == project_id)
-    sandboxes_max, live_count = connection.execute(query).one()
-    if live_count >= sandboxes_max:
+        connection.execute(_LOCK_PROJECT, names)
+    sandboxes_max, live = connection.execute(_QUOTA, names).one()
+    if live >= sandboxes_max:
         raise QuotaExceeded(
-            f"the project has {live_count} live sandboxes, and may have {sandboxes_max}",
-            details={"limit": sandboxes_max, "live": live_count},
+            f"the project has {live} live sandboxes, and may have {sandboxes_max}",
+            details={"limit": sandboxes_max, "live": live},
             retry_after_s=1,
         )

@@ -30,6 +30,8 @@ _env = msgspec.json.Decoder(dict[str, str])
 _network = msgspec.json.Decoder(NetworkPolicy)
 _extra = msgspec.json.Decoder(SandboxExtra)
 
+_SELECT_ONE = sa.select(SANDBOXES).where(SANDBOXES.c.sandbox_id == sa.bindparam("this_sandbox"))
+
 PRUNE_BATCH = 500
 """Records removed in one transaction, so that creates are not held up."""
 
@@ -77,8 +79,7 @@ async def get_sandbox(store: Store, sandbox_id: str) -> SandboxRecord | None:
     """The record of one sandbox, whatever its state."""
 
     def work(connection: sa.Connection) -> SandboxRecord | None:
-        query = sa.select(SANDBOXES).where(SANDBOXES.c.sandbox_id == sandbox_id)
-        row = connection.execute(query).mappings().first()
+        row = connection.execute(_SELECT_ONE, {"this_sandbox": sandbox_id}).mappings().first()
         return None if row is None else record_of(row)
 
     return await store.read(work)

@@ -34,7 +34,10 @@ class Plane:
 @contextlib.asynccontextmanager
 async def serving(app: object) -> AsyncIterator[str]:
     """Serve an application on a loopback port; gives its URL."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    # With the protocol named, asyncio switches Nagle's algorithm off for accepted connections.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
     server = uvicorn.Server(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
