@@ -27,8 +27,14 @@ _UNSENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx
 
 @functools.cache
 def ssl_context() -> ssl.SSLContext:
-    """One verified context for all clients: loading the trust store per sandbox is slow."""
+    """One verified context for all clients: loading the trust store takes some 50 ms."""
     return httpx2.create_ssl_context()
+
+
+@functools.cache
+def plaintext_context() -> ssl.SSLContext:
+    """For clients that only speak http://. It trusts nobody, so a stray https:// fails closed."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def timeout(silence_max_s: float | None) -> httpx2.Timeout:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from opendsec import _limits, _ports
+from opendsec import _limits, _network, _ports
 from opendsec._errors import InvalidRequest, OpendsecError, SandboxNotFound, WaitTimeout
 from opendsec._models import (
     CommandResult,
@@ -398,7 +398,8 @@ class Sandbox:
         headers = {"E2b-Sandbox-Id": self.sandbox_id, "E2b-Sandbox-Port": str(_checked_port(port))}
         if self.record.traffic_token:
             headers["E2b-Traffic-Access-Token"] = self.record.traffic_token
-        return self._client._transport.new_http_client(self._wire.base_url, headers)
+        transport = self._client._transport
+        return transport.new_http_client(self._wire.base_url, headers, _network.ssl_context())
 
     def wait_for_port(self, port: int, *, timeout_s: float = 30.0) -> None:
         """Wait until something in the sandbox listens on a TCP port. Nothing is sent to it.

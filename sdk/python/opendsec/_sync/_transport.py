@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -31,16 +32,21 @@ class Transport:
     def __init__(self, settings: Settings, retry: RetryPolicy) -> None:
         self.settings = settings
         self.retry = retry
-        self.http = self.new_http_client(settings.base_url)
+        needs_tls = "https" in (settings.base_url[:5], settings.sandbox_url[:5])
+        self.http = self.new_http_client(
+            settings.base_url,
+            {},
+            _network.ssl_context() if needs_tls else _network.plaintext_context(),
+        )
 
     def new_http_client(
-        self, base_url: str, headers: Mapping[str, str] | None = None
+        self, base_url: str, headers: Mapping[str, str], context: ssl.SSLContext
     ) -> httpx2.Client:
         """A client with our limits. Proxies of the environment are not used for loopback."""
         return httpx2.Client(
             base_url=base_url,
-            headers={"User-Agent": _network.USER_AGENT, **(headers or {})},
-            verify=_network.ssl_context(),
+            headers={"User-Agent": _network.USER_AGENT, **headers},
+            verify=context,
             limits=_network.LIMITS,
             timeout=_network.timeout(_limits.REQUEST_TIMEOUT_S),
             trust_env=not is_loopback(base_url),

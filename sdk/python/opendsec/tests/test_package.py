@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import opendsec
 
 SDK = Path(__file__).resolve().parents[2]
@@ -65,3 +67,31 @@ def test_modules_stay_small() -> None:
         lines = path.read_text().splitlines()
         assert len(lines) <= 600, path
         assert "SPDX-License-Identifier: Apache-2.0" in "\n".join(lines[:2]), path
+
+
+def test_users_code_is_fully_typed(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    sample = tmp_path / "sample.py"
+    sample.write_text(
+        "from typing import assert_type\n"
+        "import httpx2\n"
+        "from opendsec import AsyncSandbox, CommandResult, FileInfo, Sandbox\n"
+        "def sync(box: Sandbox) -> None:\n"
+        "    assert_type(box.exec('x', on_stdout=print), CommandResult)\n"
+        "    assert_type(box.files.list('/'), list[FileInfo])\n"
+        "    assert_type(box.http(80), httpx2.Client)\n"
+        "    for event in box.spawn(['x']):\n"
+        "        assert_type(event.data, bytes)\n"
+        "async def main(box: AsyncSandbox) -> None:\n"
+        "    assert_type(await box.exec('x'), CommandResult)\n"
+        "    assert_type(box.http(80), httpx2.AsyncClient)\n"
+        "    async for event in await box.spawn(['x']):\n"
+        "        assert_type(event.data, bytes)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", SDK / ".mypy_cache", sample],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
