@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 from opendsec_server.config import Config
 from opendsec_server.node.mountns import enter_private_mount_namespace
 from opendsec_server.node.node import Node
 
 from .process import read_identity, stop_process
-from .serve import only_one, prepare_directories
+from .serve import prepare_directories
 
 EDGE_GRACE_S = 5.0
 
@@ -26,10 +27,17 @@ def purge_instance(config: Config, *, images: bool) -> None:
         ConfigError: a server still runs, or this is not root.
     """
     prepare_directories(config)
-    with only_one(config):
-        # An edge that outlived a killed daemon has no other owner.
-        edge = read_identity(config.run_path / "edge.pid")
-        if edge is not None:
-            stop_process(edge, grace_s=EDGE_GRACE_S)
-        enter_private_mount_namespace()
-        asyncio.run(Node.purge(config, images=images))
+    # An edge that outlived a killed daemon has no other owner.
+    edge = read_identity(config.run_path / "edge.pid")
+    if edge is not None:
+        stop_process(edge, grace_s=EDGE_GRACE_S)
+    enter_private_mount_namespace()
+    asyncio.run(_purge(config))
+    shutil.rmtree(config.run_path, ignore_errors=True)
+    if images:
+        shutil.rmtree(config.state_path / "images", ignore_errors=True)
+
+
+async def _purge(config: Config) -> None:
+    node = await Node.start(config)
+    await node.purge()

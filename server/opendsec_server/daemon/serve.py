@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import structlog
 import uvicorn
+import uvloop
 
 from opendsec_server.api.app import build_api_app
 from opendsec_server.api.control_app import build_control_app
@@ -49,28 +49,6 @@ def prepare_directories(config: Config) -> None:
             raise ConfigError(f"cannot use {path}: {exc.strerror}") from exc
 
 
-@contextlib.contextmanager
-def only_one(config: Config) -> Iterator[None]:
-    """Hold the instance's lock, so that two daemons never share one state directory.
-
-    Raises:
-        ConfigError: another daemon holds it.
-    """
-    path = config.state_path / "lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another opendsecd already uses {config.state_dir}; "
-                "stop it first, or give this one its own state_dir"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def serve(config: Config) -> None:
     """Run until SIGTERM or SIGINT. Sandboxes go on running afterwards.
 
@@ -80,13 +58,10 @@ def serve(config: Config) -> None:
     prepare_directories(config)
     find_binary("opendsec-agent", config.agent_path, "OPENDSEC_AGENT")
     _raise_open_files_limit()
-    with only_one(config):
-        # Threads would keep the old namespace, so this comes before the event loop.
-        enter_private_mount_namespace()
-        import uvloop
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config))
+    # Threads would keep the old namespace, so this comes before the event loop.
+    enter_private_mount_namespace()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config))
 
 
 def _raise_open_files_limit() -> None:
