@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
@@ -25,6 +26,7 @@ from opendsec._models import (
 )
 from opendsec._retry import RetryPolicy
 
+from ._connect import gone
 from ._sandbox import AsyncSandbox
 from ._transport import AsyncTransport
 
@@ -126,7 +128,7 @@ class AsyncClient:
             metadata: Your own facts, to filter lists by.
             labels: Your own words, to filter lists by.
             task_id: The job it belongs to.
-            timeout_s: It ends after so many seconds.
+            timeout_s: It ends after so many seconds (fractions are rounded up).
             idle_timeout_s: It ends after so many seconds without a request. None: never.
             on_timeout: ``kill``, or ``pause`` where the server can.
             network: None: open internet, closed private networks.
@@ -150,8 +152,8 @@ class AsyncClient:
             "metadata": dict(metadata) if metadata else None,
             "labels": list(labels) or None,
             "task_id": task_id,
-            "timeout_s": timeout_s,
-            "idle_timeout_s": idle_timeout_s,
+            "timeout_s": math.ceil(timeout_s),
+            "idle_timeout_s": None if idle_timeout_s is None else math.ceil(idle_timeout_s),
             "on_timeout": on_timeout,
             "network": network,
             "backend": backend,
@@ -167,26 +169,33 @@ class AsyncClient:
         return AsyncSandbox(self, record, owns_client=False)
 
     async def connect(self, sandbox_id: str, *, timeout_s: float | None = None) -> AsyncSandbox:
-        """Connect to a running sandbox.
+        """Connect to a running sandbox, or resume a paused one.
 
         Args:
-            timeout_s: Let it live at least so long from now. Never shortens its life.
+            timeout_s: Let it live at least so long from now; never shortens its life. None: leave
+                its end as it is.
 
         Raises:
             SandboxNotFound: unknown, or ended.
         """
+        if timeout_s is None:
+            record = await self.info(sandbox_id)
+            if record.ended:
+                raise gone(record)
+            if record.state in ("starting", "running"):
+                return AsyncSandbox(self, record, owns_client=False)
         record = await self._transport.api(
             "POST",
             f"{_path(sandbox_id)}/connect",
             SandboxInfo,
-            body={} if timeout_s is None else {"timeout_s": timeout_s},
+            body={} if timeout_s is None else {"timeout_s": math.ceil(timeout_s)},
         )
         return AsyncSandbox(self, record, owns_client=False)
 
     async def list(
         self,
         *,
-        states: Sequence[str] = ("running", "paused"),
+        states: Sequence[str] | None = None,
         task_id: str | None = None,
         labels: Sequence[str] = (),
         metadata: Mapping[str, str] | None = None,
@@ -196,12 +205,14 @@ class AsyncClient:
         """Sandboxes of the key's project that fit every given filter, page by page.
 
         Args:
-            states: See ``SandboxInfo.state``.
+            states: See ``SandboxInfo.state``. None: all but ended ones.
             labels: It must have all of them.
             metadata: It must have all of these pairs.
             limit: End after so many. None: all.
         """
-        params: dict[str, str | int | list[str]] = {"state": ",".join(states)}
+        params: dict[str, str | int | list[str]] = {}
+        if states is not None:
+            params["state"] = ",".join(states)
         if task_id is not None:
             params["task_id"] = task_id
         if template is not None:
@@ -243,7 +254,10 @@ class AsyncClient:
     async def set_timeout(self, sandbox_id: str, timeout_s: float) -> SandboxInfo:
         """Let a sandbox end ``timeout_s`` from now; see ``AsyncSandbox.set_timeout``."""
         return await self._transport.api(
-            "POST", f"{_path(sandbox_id)}/timeout", SandboxInfo, body={"timeout_s": timeout_s}
+            "POST",
+            f"{_path(sandbox_id)}/timeout",
+            SandboxInfo,
+            body={"timeout_s": math.ceil(timeout_s)},
         )
 
     async def set_network(self, sandbox_id: str, network: NetworkPolicy) -> SandboxInfo:

@@ -197,7 +197,7 @@ class AsyncSandboxWire:
             # An agent says `unavailable` when its sandbox is about to end.
             record = await self._record()
             if record is not None and (record.ended or record.state == "stopping"):
-                return _gone_error(record, cause)
+                return gone(record, cause)
         words = {True: "the sandbox is alive", None: "the sandbox could not be asked"}[alive]
         return ConnectionFailed(
             f"{cause.message} The stream ended before its end record; {words}.",
@@ -210,7 +210,7 @@ class AsyncSandboxWire:
         record = await self._record()
         if record is None:
             return SandboxNotFound(f"Sandbox {self.sandbox_id} was killed or has ended.")
-        return _gone_error(record, cause)
+        return gone(record, cause)
 
     async def _record(self) -> SandboxInfo | None:
         """What the API knows; None if it cannot be asked. It only enriches an error."""
@@ -309,12 +309,17 @@ def specific(error: NotFound, cls: type[NotFound]) -> NotFound:
     return cls(error.message, request_id=error.request_id, http_status=error.http_status)
 
 
-def _gone_error(record: SandboxInfo, cause: OpendsecError) -> SandboxNotFound:
+def gone(record: SandboxInfo, cause: OpendsecError | None = None) -> SandboxNotFound:
+    """The error for a sandbox that has ended, with the reason and whose fault it was."""
     reason = record.end_reason or record.state
     extra = f" {record.message}" if record.message else ""
     error = SandboxNotFound(
         f"Sandbox {record.sandbox_id} ended ({reason}).{extra}",
-        details={"state": record.state, "end_reason": record.end_reason, "cause": cause.message},
+        details={
+            "state": record.state,
+            "end_reason": record.end_reason,
+            "cause": cause.message if cause else None,
+        },
     )
     if record.fault in FAULTS:
         error.fault = record.fault

@@ -212,7 +212,7 @@ class AsyncSandbox:
         """Readings of its CPU, memory and disk, oldest first.
 
         Args:
-            start: Unix seconds; None: as far back as they are kept.
+            start: Unix seconds; None: five minutes before ``end``. An hour is kept.
             end: Unix seconds; None: now.
         """
         return await self._client.metrics(self.sandbox_id, start=start, end=end)

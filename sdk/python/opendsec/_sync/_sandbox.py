@@ -214,7 +214,7 @@ class Sandbox:
         """Readings of its CPU, memory and disk, oldest first.
 
         Args:
-            start: Unix seconds; None: as far back as they are kept.
+            start: Unix seconds; None: five minutes before ``end``. An hour is kept.
             end: Unix seconds; None: now.
         """
         return self._client.metrics(self.sandbox_id, start=start, end=end)

@@ -15,20 +15,9 @@ from . import _exit
 from ._output import age, note, print_error, print_json, print_table, size
 from ._session import client_of, creation_arguments
 
-ALL_STATES = (
-    "pending",
-    "starting",
-    "running",
-    "pausing",
-    "paused",
-    "resuming",
-    "stopping",
-    "ended",
-    "failed",
-)
-LIVE_STATES = ALL_STATES[:-2]
 KILLS_AT_ONCE = 16
 FOLLOW_INTERVAL_S = 1.0
+METRICS_KEPT_S = 3600
 
 
 def create(args: argparse.Namespace) -> int:
@@ -44,7 +33,7 @@ def create(args: argparse.Namespace) -> int:
 
 def ls(args: argparse.Namespace) -> int:
     """List sandboxes."""
-    states = args.state or (ALL_STATES if args.all else LIVE_STATES)
+    states = args.state or (("all",) if args.all else None)
     with client_of(args) as client:
         records = list(
             client.list(
@@ -185,7 +174,8 @@ def _print_transition(transition: Transition, *, as_json: bool) -> None:
 def metrics(args: argparse.Namespace) -> int:
     """Print readings of a sandbox."""
     with client_of(args) as client:
-        samples = client.metrics(args.sandbox)
+        start = time.time() - METRICS_KEPT_S if args.all else None
+        samples = client.metrics(args.sandbox, start=start)
     if not args.all:
         samples = samples[-1:]
     if args.json:
@@ -245,7 +235,6 @@ def kill(args: argparse.Namespace) -> int:
         ids = args.sandboxes or [
             record.sandbox_id
             for record in client.list(
-                states=LIVE_STATES,
                 task_id=args.task,
                 labels=args.label,
                 metadata=dict(args.metadata),

@@ -47,7 +47,7 @@ def cli(
 def ready(server: FakeServer) -> FakeServer:
     """A server that creates, runs and removes."""
     server.on("POST", "/v1/sandboxes", Answer(201, sandbox()))
-    server.on("POST", f"{ONE}/connect", Answer(200, sandbox()))
+    server.on("GET", ONE, Answer(200, sandbox()))
     server.on("DELETE", ONE, Answer(200, sandbox(state="ended")))
     server.on("POST", START, stream(started(), output("stdout", b"42\n"), exited(), end()))
     return server
@@ -364,6 +364,7 @@ def test_exit_codes_tell_who_has_to_act(ready: FakeServer) -> None:
     for status, body, code in cases:
         ready.on("GET", ONE, Answer(status, body))
         assert cli(ready, "info", SANDBOX_ID).returncode == code, body
+    ready.on("GET", ONE, Answer(200, sandbox()))
     assert cli(ready, "cp", "a", "b").returncode == 1
     assert cli(ready, "cp", "/nonexistent/file", f"{SANDBOX_ID}:/x").returncode == 1
 

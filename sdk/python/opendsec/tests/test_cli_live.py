@@ -32,7 +32,6 @@ def ready(server: FakeServer, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> 
     """A scripted API in front of the real agent."""
     record = sandbox(access_token=agent.token)
     server.on("POST", "/v1/sandboxes", Answer(201, record))
-    server.on("POST", f"{ONE}/connect", Answer(200, record))
     server.on("GET", ONE, Answer(200, record))
     server.on("DELETE", ONE, Answer(200, sandbox(state="ended")))
     return server

@@ -179,7 +179,11 @@ async def test_life_of_a_sandbox(client: Any, server: FakeServer) -> None:
     server.on(
         "DELETE", ONE, Answer(200, sandbox(state="ended")), Answer(404, error("sandbox_not_found"))
     )
+    server.on("GET", ONE, Answer(200, sandbox()))
     box = await done(client.connect(SANDBOX_ID))
+    assert not server.of("POST", f"{ONE}/connect"), "looking at it must not prolong its life"
+    await done(client.connect(SANDBOX_ID, timeout_s=59.5))
+    assert server.of("POST", f"{ONE}/connect")[0].json == {"timeout_s": 60}
     assert (await done(box.set_timeout(60))).end_at.hour == 12
     assert server.of("POST", f"{ONE}/timeout")[0].json == {"timeout_s": 60}
     await done(box.set_network(NetworkPolicy(internet=False)))
@@ -225,6 +229,14 @@ async def test_gone_sandbox_has_one_error(client: Any, server: FakeServer) -> No
     with pytest.raises(SandboxNotFound) as caught:
         await done(client.info(SANDBOX_ID))
     assert caught.value.code == "sandbox_not_found"
+
+
+async def test_connect_to_an_ended_sandbox_says_why(client: Any, server: FakeServer) -> None:
+    ended = sandbox(state="ended", end_reason="lost", fault="platform")
+    server.on("GET", ONE, Answer(200, ended))
+    with pytest.raises(SandboxNotFound, match="lost") as caught:
+        await done(client.connect(SANDBOX_ID))
+    assert caught.value.fault == "platform"
 
 
 async def test_two_hundred_sandboxes_leave_no_descriptors(kit: Kit, server: FakeServer) -> None:
