@@ -46,6 +46,7 @@ class FakeNode:
         self._listeners: set[asyncio.Queue[NodeEvent]] = set()
 
     async def info(self) -> NodeInfo:
+        self._reach()
         return NodeInfo(
             node_id=NODE_ID,
             hostname="test",
