@@ -37,6 +37,9 @@ FRAME_BYTES_MAX = 64 * 1024 * 1024
 ERROR_BODY_BYTES_MAX = 64 * 1024
 
 STDIN_CHUNK_BYTES = 128 * 1024
+STDIN_END_S = 0.2
+"""After a command's end, its input's source gets so long to notice before it is left alone."""
+
 FILE_CHUNK_BYTES = 256 * 1024
 
 LIST_PAGE_MAX = 100

@@ -9,6 +9,8 @@ import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from typing import IO, TypeVar
 
+from opendsec import _limits
+
 T = TypeVar("T")
 
 OutputCallback = Callable[[str], Awaitable[None] | None]
@@ -71,8 +73,9 @@ async def alongside(job: Callable[[], Awaitable[None]] | None) -> AsyncIterator[
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         raise
-    if not task.done():
-        task.cancel()
+    # A job that has just failed must be able to say so.
+    await asyncio.wait({task}, timeout=_limits.STDIN_END_S)
+    task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error

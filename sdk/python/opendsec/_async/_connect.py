@@ -287,7 +287,14 @@ class AsyncMessageStream(Generic[T]):
         await self._response.aclose()
 
     async def _finish(self, record: EndRecord) -> None:
-        await self.aclose()
+        self._ended = True
+        try:
+            # Read the end of the HTTP body too: only then can the connection be used again.
+            await anext(self._chunks, None)
+        except httpx2.HTTPError:
+            pass  # The end record has said all there is to say.
+        finally:
+            await self.aclose()
         if record.error is None:
             return
         error = _answers.from_connect(record.error.code, record.error.message)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, TypeVar
 
+from opendsec import _limits
+
 T = TypeVar("T")
 
 OutputCallback = Callable[[str], None]
@@ -16,8 +18,6 @@ OutputCallback = Callable[[str], None]
 
 Content = bytes | bytearray | str | IO[bytes] | Iterable[bytes]
 """What can be written: bytes, text (as UTF-8), an open binary file, or an iterable of bytes."""
-
-_JOIN_S = 0.2
 
 
 def sleep(seconds: float) -> None:
@@ -73,6 +73,6 @@ def alongside(job: Callable[[], None] | None) -> Iterator[None]:
     thread = threading.Thread(target=run, name="opendsec-stdin", daemon=True)
     thread.start()
     yield
-    thread.join(_JOIN_S)
+    thread.join(_limits.STDIN_END_S)
     if errors:
         raise errors[0]

@@ -287,7 +287,14 @@ class MessageStream(Generic[T]):
         self._response.close()
 
     def _finish(self, record: EndRecord) -> None:
-        self.close()
+        self._ended = True
+        try:
+            # Read the end of the HTTP body too: only then can the connection be used again.
+            next(self._chunks, None)
+        except httpx2.HTTPError:
+            pass  # The end record has said all there is to say.
+        finally:
+            self.close()
         if record.error is None:
             return
         error = _answers.from_connect(record.error.code, record.error.message)

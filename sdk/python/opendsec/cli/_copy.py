@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from . import _exit
+from ._output import waiting
 from ._session import client_of
 
 REMOTE = re.compile(r"(?P<sandbox>[A-Za-z0-9_-]{2,}):(?P<path>.*)", re.DOTALL)
@@ -22,7 +23,7 @@ def cp(args: argparse.Namespace) -> int:
         raise _exit.Refused(
             "one of the two must be ID:PATH. (A local name with a colon: write ./NAME.)"
         )
-    with client_of(args) as client:
+    with client_of(args) as client, waiting("Copying..."):
         if target is not None:
             files = client.connect(target["sandbox"]).files
             path = target["path"] or "."

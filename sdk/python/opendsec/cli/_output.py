@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from opendsec._errors import OpendsecError
+
+SILENT_S = 2.0
+"""What takes longer shows that it is alive."""
 
 STATE_STYLES = {
     "running": "green",
@@ -75,6 +81,34 @@ def note(text: str) -> None:
     """A remark for people; programs read standard output and do not see it."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr)
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """While the block takes longer than two seconds, say so to people and count the seconds."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done = threading.Event()
+
+    def show() -> None:
+        started = time.monotonic()
+        pause_s = SILENT_S
+        while not done.wait(pause_s):
+            sys.stderr.write(f"\r{text} {time.monotonic() - started:.0f} s\x1b[K")
+            sys.stderr.flush()
+            pause_s = 1.0
+        if pause_s != SILENT_S:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=show, name="opendsec-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def age(moment: datetime | None) -> str:

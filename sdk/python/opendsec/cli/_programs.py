@@ -18,7 +18,7 @@ from opendsec._sync._concurrency import alongside
 from opendsec._sync._process import feed_stdin, kill_quietly
 
 from . import _exit
-from ._output import note, print_json
+from ._output import note, print_json, waiting
 from ._session import client_of, creation_arguments
 
 SCRIPT_DIR = "/tmp"  # noqa: S108 - in the sandbox, which has one user
@@ -133,7 +133,8 @@ def _detached(sandbox: Sandbox, args: argparse.Namespace) -> int:
 def _create_or_undo(client: Client, args: argparse.Namespace, options: dict[str, Any]) -> Sandbox:
     """Create; if interrupted meanwhile, find out what came of it and remove it."""
     try:
-        return client.create(**options)
+        with waiting("Creating the sandbox..."):
+            return client.create(**options)
     except (KeyboardInterrupt, _exit.Terminated):
         note("Removing the sandbox...")
         # The same key finds the sandbox of the interrupted call, if there is one.

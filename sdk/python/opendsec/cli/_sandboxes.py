@@ -12,7 +12,7 @@ from typing import Any
 from opendsec import Client, OpendsecError, SandboxInfo, SandboxNotFound, Transition
 
 from . import _exit
-from ._output import age, note, print_error, print_json, print_table, size
+from ._output import age, note, print_error, print_json, print_table, size, waiting
 from ._session import client_of, creation_arguments
 
 KILLS_AT_ONCE = 16
@@ -22,7 +22,7 @@ METRICS_KEPT_S = 3600
 
 def create(args: argparse.Namespace) -> int:
     """Create a sandbox that stays."""
-    with client_of(args) as client:
+    with client_of(args) as client, waiting("Creating the sandbox..."):
         record = client.create(**creation_arguments(args)).record
     if args.json:
         print_json(record)
@@ -240,7 +240,7 @@ def kill(args: argparse.Namespace) -> int:
                 metadata=dict(args.metadata),
             )
         ]
-        with ThreadPoolExecutor(KILLS_AT_ONCE) as pool:
+        with waiting("Ending..."), ThreadPoolExecutor(KILLS_AT_ONCE) as pool:
             outcomes = list(pool.map(lambda sandbox_id: _kill_one(client, sandbox_id), ids))
     return _report_kills(list(zip(ids, outcomes, strict=True)), args, named=bool(args.sandboxes))
 

@@ -24,6 +24,7 @@ class Asked:
     query: dict[str, list[str]]
     headers: dict[str, str]
     body: bytes
+    peer: object = None
 
     @property
     def json(self) -> Any:
@@ -173,6 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
             parse_qs(parts.query),
             {name.lower(): value for name, value in self.headers.items()},
             self._body(),
+            self.client_address,
         )
         answer = self.fake.answer(asked)
         if answer.drop:
@@ -198,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for piece in pieces:
             self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-        self.close_connection = True
+        self.close_connection = pieces[-1:] != [b""]
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":

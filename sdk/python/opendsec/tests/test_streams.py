@@ -91,6 +91,13 @@ async def test_frames_cut_anywhere(box: Any, server: FakeServer) -> None:
     assert result.stderr_bytes == b"\xff"
 
 
+async def test_connections_are_used_again(box: Any, server: FakeServer) -> None:
+    server.on("POST", START, stream(started(), exited(), end()))
+    for _ in range(5):
+        await done(box.exec("x"))
+    assert len({asked.peer for asked in server.of("POST", START)}) == 1
+
+
 async def test_check_raises_with_the_result(box: Any, server: FakeServer) -> None:
     server.on("POST", START, stream(started(), output("stderr", b"a\nboom\n"), exited(2), end()))
     with pytest.raises(CommandFailed, match=r"exit code 2.*boom") as caught:
