@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from . import _exit
 from ._output import waiting
@@ -23,7 +25,9 @@ def cp(args: argparse.Namespace) -> int:
         raise _exit.Refused(
             "one of the two must be ID:PATH. (A local name with a colon: write ./NAME.)"
         )
-    with client_of(args) as client, waiting("Copying..."):
+    to_terminal = args.target == "-" and sys.stdout.isatty()
+    shown = nullcontext() if to_terminal else waiting("Copying...")
+    with client_of(args) as client, shown:
         if target is not None:
             files = client.connect(target["sandbox"]).files
             path = target["path"] or "."
