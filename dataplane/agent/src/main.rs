@@ -1,1 +1,140 @@
-fn main() {}
+// SPDX-License-Identifier: Apache-2.0
+//! The guest agent of OpenDsec: PID 1 of every sandbox.
+//!
+//! It speaks the envd protocol (plain HTTP for files, Connect for processes and the file system),
+//! tunnels to ports inside the sandbox, and does what an init does: it reaps orphans and ends
+//! everything when it is told to stop.
+
+mod agent;
+mod auth;
+mod connect;
+mod control;
+mod files;
+mod fs;
+mod http;
+mod limits;
+mod metrics;
+mod paths;
+mod process;
+mod setup;
+mod sys;
+#[cfg(test)]
+mod testing;
+mod tunnel;
+mod users;
+
+use std::io;
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use rustix::process::Signal;
+use tokio::net::TcpListener;
+
+use crate::agent::{Agent, EndReason};
+use crate::process::table::ProcessTable;
+use crate::sys::{init, pool, reaper::Reaper};
+
+const LISTEN_DEFAULT: &str = "0.0.0.0:49983";
+const USAGE: &str = "usage: opendsec-agent [--listen ADDRESS:PORT] [--version]";
+
+fn main() -> ExitCode {
+    let listen = match parse_args(std::env::args().skip(1)) {
+        Ok(Some(listen)) => listen,
+        Ok(None) => return ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("opendsec-agent: {message}\n{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    init::prepare();
+    match run(listen) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(err) => {
+            eprintln!("opendsec-agent: {err}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The address to listen on; `None` if there is nothing more to do.
+fn parse_args(mut args: impl Iterator<Item = String>) -> Result<Option<SocketAddr>, String> {
+    let mut listen = LISTEN_DEFAULT.to_owned();
+    while let Some(arg) = args.next() {
+        match arg.as_str() {
+            "--listen" => listen = args.next().ok_or("--listen needs an address")?,
+            "--version" => {
+                println!("opendsec-agent {}", env!("CARGO_PKG_VERSION"));
+                return Ok(None);
+            }
+            "--help" => {
+                println!("{USAGE}");
+                return Ok(None);
+            }
+            other => return Err(format!("unknown argument '{other}'")),
+        }
+    }
+    let address = listen.parse().map_err(|_| format!("'{listen}' is no address and port"))?;
+    Ok(Some(address))
+}
+
+fn run(listen: SocketAddr) -> io::Result<()> {
+    pool::start()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let reaper = Reaper::start()?;
+        let listener = TcpListener::bind(listen).await?;
+        let address = listener.local_addr()?;
+        let proc_dir = Arc::new(std::fs::File::open("/proc")?.into());
+        let is_init = std::process::id() == 1;
+        let processes = Arc::new(ProcessTable::new(reaper));
+        let agent = Arc::new(Agent::new(processes, proc_dir, is_init, address.port()));
+        eprintln!("opendsec-agent {} listens on {address}", env!("CARGO_PKG_VERSION"));
+        tokio::select! {
+            () = http::serve(listener, Arc::clone(&agent)) => {}
+            stopped = init::stop_signal() => stopped?,
+        }
+        shut_down(&agent).await;
+        Ok(())
+    })
+}
+
+/// Ends streams with a clear error, then programs, first gently.
+async fn shut_down(agent: &Agent) {
+    agent.ending.send_replace(Some(EndReason::Killed));
+    signal_programs(agent, Signal::TERM);
+    let patience = tokio::time::Instant::now() + limits::SHUTDOWN_GRACE;
+    while agent.processes.live_count() > 0 && tokio::time::Instant::now() < patience {
+        tokio::time::sleep(limits::ACCEPT_RETRY_DELAY).await;
+    }
+    signal_programs(agent, Signal::KILL);
+    // The last frames of the streams are still on their way.
+    tokio::time::sleep(limits::ACCEPT_RETRY_DELAY).await;
+}
+
+fn signal_programs(agent: &Agent, signal: Signal) {
+    if agent.is_init {
+        init::signal_everyone(signal);
+        return;
+    }
+    for process in agent.processes.list() {
+        // One that has ended meanwhile is no concern.
+        let _ = process.signal(signal.as_raw());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments() {
+        let parse = |args: &[&str]| parse_args(args.iter().map(|arg| (*arg).to_owned()));
+        assert_eq!(parse(&[]).unwrap(), Some(LISTEN_DEFAULT.parse().unwrap()));
+        let given = parse(&["--listen", "127.0.0.1:1"]).unwrap();
+        assert_eq!(given, Some("127.0.0.1:1".parse().unwrap()));
+        assert!(parse(&["--listen"]).is_err());
+        assert!(parse(&["--listen", "nowhere"]).is_err());
+        assert!(parse(&["--what"]).is_err());
+    }
+}

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Programs in the sandbox: starting, watching, feeding, ending them.
+
+mod exit;
+mod live;
+mod messages;
+mod output;
+pub mod service;
+pub mod spawn;
+mod start;
+mod streams;
+pub mod table;
+mod tree;
