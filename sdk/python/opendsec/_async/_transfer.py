@@ -18,6 +18,7 @@ from ._process import feed_stdin, kill_quietly, start_process
 if TYPE_CHECKING:
     from ._files import AsyncFiles
 
+EXECUTABLE = 0o111
 _NOT_FOUND_EXIT_CODE = 127
 
 
@@ -28,7 +29,13 @@ async def upload(
     target = await _remote_target(files, local, remote, user)
     if not await in_thread(local.is_dir):
         with local.open("rb") as content:
-            await files.write(target, content, user=user)
+            entry = await files.write(target, content, user=user)
+        mode = await in_thread(lambda: local.stat().st_mode & 0o777)
+        if mode & EXECUTABLE:
+            chmod = ["chmod", f"{mode:o}", entry.path]
+            process = await start_process(wire, chmod, user=user)
+            async with process:
+                await process.wait(check=True)
         return
     parent, name = posixpath.split(target.rstrip("/"))
     await files.make_dir(parent or ".", exist_ok=True, user=user)
@@ -36,7 +43,7 @@ async def upload(
     with archive:
         process = await start_process(
             wire,
-            ["tar", "-xf", "-", "--no-same-owner"],
+            ["tar", "-xpof", "-"],
             cwd=(await files.stat(parent or ".", user=user)).path,
             user=user,
             stdin=True,
@@ -58,6 +65,8 @@ async def download(
             with target.open("wb") as out:
                 async for chunk in content:
                     out.write(chunk)
+        if info.mode & EXECUTABLE:
+            await in_thread(lambda: target.chmod(info.mode & 0o777))
         return
     await _download_dir(wire, info.path, target, user)
 

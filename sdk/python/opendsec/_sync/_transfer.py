@@ -20,6 +20,7 @@ from ._process import feed_stdin, kill_quietly, start_process
 if TYPE_CHECKING:
     from ._files import Files
 
+EXECUTABLE = 0o111
 _NOT_FOUND_EXIT_CODE = 127
 
 
@@ -28,7 +29,13 @@ def upload(wire: SandboxWire, files: Files, local: Path, remote: str, user: str 
     target = _remote_target(files, local, remote, user)
     if not in_thread(local.is_dir):
         with local.open("rb") as content:
-            files.write(target, content, user=user)
+            entry = files.write(target, content, user=user)
+        mode = in_thread(lambda: local.stat().st_mode & 0o777)
+        if mode & EXECUTABLE:
+            chmod = ["chmod", f"{mode:o}", entry.path]
+            process = start_process(wire, chmod, user=user)
+            with process:
+                process.wait(check=True)
         return
     parent, name = posixpath.split(target.rstrip("/"))
     files.make_dir(parent or ".", exist_ok=True, user=user)
@@ -36,7 +43,7 @@ def upload(wire: SandboxWire, files: Files, local: Path, remote: str, user: str 
     with archive:
         process = start_process(
             wire,
-            ["tar", "-xf", "-", "--no-same-owner"],
+            ["tar", "-xpof", "-"],
             cwd=(files.stat(parent or ".", user=user)).path,
             user=user,
             stdin=True,
@@ -56,6 +63,8 @@ def download(wire: SandboxWire, files: Files, remote: str, local: Path, user: st
             with target.open("wb") as out:
                 for chunk in content:
                     out.write(chunk)
+        if info.mode & EXECUTABLE:
+            in_thread(lambda: target.chmod(info.mode & 0o777))
         return
     _download_dir(wire, info.path, target, user)
 

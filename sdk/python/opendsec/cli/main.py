@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return _exit.USAGE
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _raise_terminated)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1) means it.
+            signal.signal(number, _raise_terminated)
     try:
         return _run(args)
     except KeyboardInterrupt:

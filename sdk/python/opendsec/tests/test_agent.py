@@ -367,6 +367,10 @@ async def test_directories_travel_whole(live: Any, tmp_path: Path) -> None:
     assert (tmp_path / "big").read_bytes() == (source / "big").read_bytes()
     await done(live.files.upload(source / "big", f"{there}/"))
     assert (there / "big").exists()
+    await done(live.files.upload(source / "deep" / "run.sh", f"{there}/copy.sh"))
+    assert (there / "copy.sh").stat().st_mode & 0o777 == 0o755
+    await done(live.files.download(f"{there}/copy.sh", back))
+    assert (back / "copy.sh").stat().st_mode & 0o777 == 0o755
     with pytest.raises(FileNotFoundError):
         await done(live.files.upload(tmp_path / "nothing", "/tmp/x"))
     with pytest.raises(FileNotFound):
