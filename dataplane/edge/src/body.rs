@@ -25,12 +25,34 @@ pub enum RequestBody {
     /// None.
     Empty,
     /// The client's.
-    Stream {
-        /// The bytes.
-        inner: Incoming,
-        /// Counts them.
-        context: Arc<RequestContext>,
-    },
+    Stream(ClientBody),
+}
+
+/// A body that a client sends.
+#[derive(Debug)]
+pub struct ClientBody {
+    inner: Incoming,
+    context: Arc<RequestContext>,
+    ended: bool,
+}
+
+impl RequestBody {
+    /// Pass a client's body on, counted in `context`.
+    pub fn new(inner: Incoming, context: Arc<RequestContext>) -> Self {
+        RequestBody::Stream(ClientBody {
+            inner,
+            context,
+            ended: false,
+        })
+    }
+}
+
+impl Drop for ClientBody {
+    fn drop(&mut self) {
+        if !self.ended && !self.inner.is_end_stream() {
+            self.context.leave_body();
+        }
+    }
 }
 
 impl Body for RequestBody {
@@ -41,14 +63,16 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let RequestBody::Stream { inner, context } = &mut *self else {
+        let RequestBody::Stream(body) = &mut *self else {
             return Poll::Ready(None);
         };
-        let polled = Pin::new(inner).poll_frame(cx);
-        if let Poll::Ready(Some(Ok(frame))) = &polled
-            && let Some(data) = frame.data_ref()
-        {
-            context.add_in(data.len());
+        let polled = Pin::new(&mut body.inner).poll_frame(cx);
+        match &polled {
+            Poll::Ready(Some(Ok(frame))) => {
+                body.context.add_in(frame.data_ref().map_or(0, Bytes::len));
+            }
+            Poll::Ready(None) => body.ended = true,
+            _ => {}
         }
         // An error here means that the client left; the upstream's connection is then closed at once.
         polled.map_err(Into::into)
@@ -57,14 +81,14 @@ impl Body for RequestBody {
     fn is_end_stream(&self) -> bool {
         match self {
             RequestBody::Empty => true,
-            RequestBody::Stream { inner, .. } => inner.is_end_stream(),
+            RequestBody::Stream(body) => body.inner.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
             RequestBody::Empty => SizeHint::with_exact(0),
-            RequestBody::Stream { inner, .. } => inner.size_hint(),
+            RequestBody::Stream(body) => body.inner.size_hint(),
         }
     }
 }

@@ -13,8 +13,6 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep};
 use tokio_rustls::server::TlsStream;
 
-use crate::prefixed::Prefixed;
-
 /// What a connection's tasks share.
 #[derive(Debug, Default)]
 pub struct ConnState {
@@ -24,6 +22,10 @@ pub struct ConnState {
     begun: AtomicU64,
     /// Close with a reset: the end of the stream must not look like the end of the answer.
     reset: AtomicBool,
+    /// The last write could not be finished: HTTP still holds bytes for the client.
+    write_blocked: AtomicBool,
+    /// A request's body was not read to its end: where the next request starts is not certain.
+    body_left: AtomicBool,
 }
 
 impl ConnState {
@@ -32,6 +34,21 @@ impl ConnState {
         self.begun.fetch_add(1, Ordering::Release);
         self.busy.fetch_add(1, Ordering::Release);
         BusyGuard(Arc::clone(self))
+    }
+
+    /// Note a request whose body nobody reads to its end.
+    pub fn leave_body(&self) {
+        self.body_left.store(true, Ordering::Release);
+    }
+
+    /// Requests begun so far, if none is under way and nothing is left to be read or written for
+    /// them: the connection stands exactly between two requests.
+    pub fn at_rest(&self) -> Option<u64> {
+        let begun = self.begun.load(Ordering::Acquire);
+        let busy = self.busy.load(Ordering::Acquire) > 0;
+        let unfinished =
+            self.write_blocked.load(Ordering::Acquire) || self.body_left.load(Ordering::Acquire);
+        (!busy && !unfinished && begun > 0).then_some(begun)
     }
 
     /// Make the close a reset.
@@ -69,8 +86,8 @@ pub struct WaitLimits {
 /// The transport below HTTP.
 #[derive(Debug)]
 pub enum Transport {
-    /// Plain TCP, with the bytes that were read to tell the protocol.
-    Plain(Prefixed<TcpStream>),
+    /// Plain TCP.
+    Plain(TcpStream),
     /// TLS over TCP.
     Tls(Box<TlsStream<TcpStream>>),
 }
@@ -78,7 +95,7 @@ pub enum Transport {
 impl Transport {
     fn tcp(&self) -> &TcpStream {
         match self {
-            Transport::Plain(stream) => stream.get_ref(),
+            Transport::Plain(stream) => stream,
             Transport::Tls(stream) => stream.get_ref().0,
         }
     }
@@ -196,7 +213,11 @@ impl AsyncWrite for ClientIo {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        with_transport!(self, stream => stream.poll_write(cx, buf))
+        let written = with_transport!(self, stream => stream.poll_write(cx, buf));
+        self.state
+            .write_blocked
+            .store(written.is_pending(), Ordering::Release);
+        written
     }
 
     fn poll_write_vectored(
@@ -204,7 +225,11 @@ impl AsyncWrite for ClientIo {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        with_transport!(self, stream => stream.poll_write_vectored(cx, bufs))
+        let written = with_transport!(self, stream => stream.poll_write_vectored(cx, bufs));
+        self.state
+            .write_blocked
+            .store(written.is_pending(), Ordering::Release);
+        written
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -215,7 +240,11 @@ impl AsyncWrite for ClientIo {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        with_transport!(self, stream => stream.poll_flush(cx))
+        let flushed = with_transport!(self, stream => stream.poll_flush(cx));
+        self.state
+            .write_blocked
+            .store(flushed.is_pending(), Ordering::Release);
+        flushed
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

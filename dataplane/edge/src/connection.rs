@@ -3,7 +3,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ use crate::errors::{Audience, EdgeError};
 use crate::limits::{
     H1_BUFFER_BYTES_MAX, H2_CONNECTION_WINDOW_BYTES, H2_FRAME_BYTES_MAX, H2_PING_INTERVAL,
     H2_PING_TIMEOUT, H2_SEND_BUFFER_BYTES, H2_STREAM_WINDOW_BYTES, H2_STREAMS_MAX,
-    HEADER_BYTES_MAX, HEADER_COUNT_MAX, REFUSAL_TIMEOUT, TLS_HANDSHAKE_TIMEOUT,
+    HEADER_BYTES_MAX, HEADER_COUNT_MAX, REFUSAL_TIMEOUT, REST_AFTER, TLS_HANDSHAKE_TIMEOUT,
 };
 use crate::log::{Level, event};
 use crate::metrics::METRICS;
@@ -64,7 +64,7 @@ async fn serve_protocol(edge: Arc<Edge>, mut stream: TcpStream, peer: SocketAddr
         tls,
         state: Arc::clone(&state),
     });
-    let (transport, h2) = if tls {
+    let (transport, head, h2) = if tls {
         let Some(certificate) = &edge.certificate else {
             return close_cleanly(stream).await;
         };
@@ -72,7 +72,7 @@ async fn serve_protocol(edge: Arc<Edge>, mut stream: TcpStream, peer: SocketAddr
         match timeout(TLS_HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
             Ok(Ok(stream)) => {
                 let h2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
-                (Transport::Tls(Box::new(stream)), h2)
+                (Transport::Tls(Box::new(stream)), Bytes::new(), h2)
             }
             _ => return METRICS.tls_failures.add(1),
         }
@@ -80,15 +80,15 @@ async fn serve_protocol(edge: Arc<Edge>, mut stream: TcpStream, peer: SocketAddr
         let Ok(Ok((head, h2))) = timeout(edge.head_timeout, read_preface(&mut stream)).await else {
             return;
         };
-        (Transport::Plain(Prefixed::new(head, stream)), h2)
+        (Transport::Plain(stream), head, h2)
     };
     let limits = WaitLimits {
         head: (!h2).then_some(edge.head_timeout),
         idle: edge.idle_timeout,
     };
-    let io = ClientIo::new(transport, state, limits);
+    let io = Prefixed::new(head, ClientIo::new(transport, state, limits));
     let ended = if h2 {
-        serve_h2(&edge, client, io).await
+        Box::pin(serve_h2(&edge, client, io)).await
     } else {
         serve_h1(&edge, client, io).await
     };
@@ -119,10 +119,45 @@ async fn read_preface(stream: &mut TcpStream) -> io::Result<(Bytes, bool)> {
     }
 }
 
-async fn serve_h1(edge: &Arc<Edge>, client: Arc<Client>, io: ClientIo) -> hyper::Result<()> {
+/// Serve HTTP/1 requests. A connection at rest gives up its parser and buffers, some 25 KiB, until
+/// the next request begins: most of many thousand connections are at rest.
+async fn serve_h1(
+    edge: &Arc<Edge>,
+    client: Arc<Client>,
+    mut io: Prefixed<ClientIo>,
+) -> hyper::Result<()> {
+    loop {
+        // Boxed, so that the parser's space is free while the connection is at rest.
+        let Some((read, mut rest)) = Box::pin(serve_h1_until_rest(edge, &client, io)).await? else {
+            return Ok(());
+        };
+        let mut first = [0];
+        let next = if read.is_empty() {
+            let woken = tokio::select! {
+                woken = rest.read(&mut first) => woken,
+                () = edge.draining.cancelled() => return Ok(()),
+            };
+            match woken {
+                Ok(1..) => Bytes::copy_from_slice(&first),
+                // The client left, or stayed idle for too long.
+                _ => return Ok(()),
+            }
+        } else {
+            read
+        };
+        io = Prefixed::new(next, rest);
+    }
+}
+
+/// Serve until the connection ends (`None`), or rests: then bytes already read, and the connection.
+async fn serve_h1_until_rest(
+    edge: &Arc<Edge>,
+    client: &Arc<Client>,
+    io: Prefixed<ClientIo>,
+) -> hyper::Result<Option<(Bytes, ClientIo)>> {
     let service =
-        |request: Request<Incoming>| handle(Arc::clone(edge), Arc::clone(&client), request);
-    let connection = http1::Builder::new()
+        |request: Request<Incoming>| handle(Arc::clone(edge), Arc::clone(client), request);
+    let mut connection = http1::Builder::new()
         .timer(TokioTimer::new())
         // `ClientIo` tells a slow head from an idle connection, which this does not.
         .header_read_timeout(None)
@@ -131,15 +166,33 @@ async fn serve_h1(edge: &Arc<Edge>, client: Arc<Client>, io: ClientIo) -> hyper:
         .max_buf_size(H1_BUFFER_BYTES_MAX)
         .serve_connection(TokioIo::new(io), service_fn(service))
         .with_upgrades();
-    let mut connection = pin!(connection);
-    tokio::select! {
-        ended = connection.as_mut() => return ended,
-        () = edge.draining.cancelled() => connection.as_mut().graceful_shutdown(),
+    let mut seen = None;
+    loop {
+        tokio::select! {
+            ended = &mut connection => return ended.map(|()| None),
+            () = edge.draining.cancelled() => break,
+            () = tokio::time::sleep(REST_AFTER) => {
+                let resting = client.state.at_rest();
+                if resting.is_some() && resting == seen {
+                    let Some(parts) = connection.into_parts() else { return Ok(None) };
+                    let (prefix, io) = parts.io.into_inner().into_parts();
+                    let mut read = BytesMut::from(parts.read_buf);
+                    read.extend_from_slice(&prefix);
+                    return Ok(Some((read.freeze(), io)));
+                }
+                seen = resting;
+            }
+        }
     }
-    connection.await
+    Pin::new(&mut connection).graceful_shutdown();
+    connection.await.map(|()| None)
 }
 
-async fn serve_h2(edge: &Arc<Edge>, client: Arc<Client>, io: ClientIo) -> hyper::Result<()> {
+async fn serve_h2(
+    edge: &Arc<Edge>,
+    client: Arc<Client>,
+    io: Prefixed<ClientIo>,
+) -> hyper::Result<()> {
     let owned = Arc::clone(edge);
     let service =
         move |request: Request<Incoming>| handle(Arc::clone(&owned), Arc::clone(&client), request);

@@ -100,6 +100,11 @@ impl RequestContext {
         self.bytes_out.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
+    /// Note that the rest of the request's body will not be read.
+    pub fn leave_body(&self) {
+        self.busy.connection().leave_body();
+    }
+
     /// Make the close of the client's connection a reset.
     pub fn reset_client(&self) {
         self.busy.connection().reset_on_close();

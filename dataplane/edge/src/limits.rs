@@ -37,6 +37,9 @@ pub const HEADER_READ_TIMEOUT_S: u64 = 20;
 /// A connection without a request under way is closed after this. Longer than the 300 s that
 /// E2B's SDKs keep idle connections, so that the client closes first and no request is lost.
 pub const CLIENT_IDLE_TIMEOUT_S: u64 = 320;
+/// A connection without a request for this long gives up its buffers. Checked twice, so it takes
+/// up to twice as long.
+pub const REST_AFTER: Duration = Duration::from_secs(2);
 /// TLS handshake, from the first byte of the hello.
 pub const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a refused connection may take to send the head that its refusal answers.

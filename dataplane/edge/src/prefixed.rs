@@ -21,9 +21,9 @@ impl<T> Prefixed<T> {
         Prefixed { prefix, inner }
     }
 
-    /// The stream itself.
-    pub fn get_ref(&self) -> &T {
-        &self.inner
+    /// What was not read yet, and the stream.
+    pub fn into_parts(self) -> (Bytes, T) {
+        (self.prefix, self.inner)
     }
 }
 

@@ -68,12 +68,9 @@ pub async fn handle(
     let request_id = context.id.clone();
     let path = parts.uri.path().to_owned();
     let audience = Audience::of(&parts.method, &path, &parts.headers, &request_id);
+    let body = RequestBody::new(body, Arc::clone(&context));
     let result = match prepare(&mut parts) {
         Ok((authority, wish)) => {
-            let body = RequestBody::Stream {
-                inner: body,
-                context: Arc::clone(&context),
-            };
             let job = Job {
                 parts,
                 body,
