@@ -41,6 +41,7 @@ from opendsec_server.images.store import ImageStore
 
 from . import cgroups, limits, process, syscalls
 from .agent_path import find_agent, install_agent
+from .container import seccomp
 from .container.bundle import HostTraits
 from .container.runtime import OciRuntime
 from .hooks import container_hooks
@@ -402,9 +403,20 @@ async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Servic
             swap_limited=groups.swap_limited(),
             cgroup_root=groups.root,
             nofile_max=nofile_max,
+            seccomp_bpf=_compiled_filter(runtime),
         ),
         boot_id=process.boot_id(),
     )
+
+
+def _compiled_filter(runtime: OciRuntime) -> str | None:
+    if not runtime.takes_compiled_seccomp:
+        return None
+    try:
+        return seccomp.compiled()
+    except seccomp.SeccompError as exc:
+        log.warning("the runtime compiles the filter at every start", error=str(exc))
+        return None
 
 
 def _make_directories(paths: NodePaths) -> None:

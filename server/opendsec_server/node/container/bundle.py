@@ -24,10 +24,7 @@ What holds a sandbox in, and why:
 
 from __future__ import annotations
 
-import json
-import platform
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,8 @@ from opendsec_server.contract.limits import PIDS_MAX_DEFAULT
 from opendsec_server.contract.node import SandboxSpec
 from opendsec_server.node import limits
 from opendsec_server.node.network.slotmaker import IDS_PER_SANDBOX
+
+from . import seccomp
 
 AGENT_IN_SANDBOX = "/.opendsec/agent"
 
@@ -57,29 +56,35 @@ CAPABILITIES = [
 
 MASKED_PATHS = [
     "/proc/acpi",
-    "/proc/asound",
-    "/proc/config.gz",
     "/proc/interrupts",
-    "/proc/kallsyms",
     "/proc/kcore",
     "/proc/keys",
-    "/proc/key-users",
-    "/proc/kmsg",
     "/proc/kpagecgroup",
     "/proc/kpagecount",
     "/proc/kpageflags",
     "/proc/latency_stats",
-    "/proc/modules",
-    "/proc/pagetypeinfo",
     "/proc/sched_debug",
     "/proc/scsi",
+    "/proc/timer_list",
+]
+"""Hidden from every sandbox. Each costs a mount at every start, so the list is short."""
+
+MASKED_FROM_ROOT = [
+    "/proc/asound",
+    "/proc/config.gz",
+    "/proc/kallsyms",
+    "/proc/key-users",
+    "/proc/kmsg",
+    "/proc/modules",
+    "/proc/pagetypeinfo",
     "/proc/slabinfo",
     "/proc/sysrq-trigger",
-    "/proc/timer_list",
     "/proc/timer_stats",
     "/proc/vmallocinfo",
     "/proc/zoneinfo",
 ]
+"""Hidden as well where root in the sandbox is root on the host: elsewhere the files' modes and
+the missing capabilities keep them closed, or what they show is harmless."""
 
 READ_ONLY_PATHS = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys"]
 
@@ -94,8 +99,6 @@ _CPU_SHARES_PER_CORE = 1_024
 _CPU_SHARES_MIN = 2
 _NOFILE_SOFT = 16_384
 
-_ARCHITECTURES = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
-
 
 @dataclass(frozen=True, slots=True)
 class HostTraits:
@@ -106,18 +109,14 @@ class HostTraits:
         swap_limited: Whether the memory controller can limit swap.
         cgroup_root: Parent cgroup of all sandboxes.
         nofile_max: Hard limit of open files that the daemon itself has and can pass on.
+        seccomp_bpf: The compiled filter, for a runtime that takes it; None: the profile is given.
     """
 
     agent: Path
     swap_limited: bool
     cgroup_root: str
     nofile_max: int
-
-
-@cache
-def _seccomp() -> dict[str, Any]:
-    profile: dict[str, Any] = json.loads(Path(__file__).with_name("seccomp.json").read_text())
-    return {**profile, "architectures": [_ARCHITECTURES[platform.machine()]]}
+    seccomp_bpf: str | None
 
 
 def _mount(destination: str, kind: str, source: str, *options: str) -> dict[str, Any]:
@@ -200,8 +199,7 @@ def oci_config(
         "cgroupsPath": f"{traits.cgroup_root}/{spec.sandbox_id}",
         "resources": _resources(spec, traits),
         "namespaces": namespaces,
-        "seccomp": _seccomp(),
-        "maskedPaths": MASKED_PATHS,
+        "maskedPaths": MASKED_PATHS if id_base is not None else MASKED_PATHS + MASKED_FROM_ROOT,
         "readonlyPaths": READ_ONLY_PATHS,
     }
     if id_base is not None:
@@ -209,8 +207,14 @@ def oci_config(
         mapping = [{"containerID": 0, "hostID": id_base, "size": IDS_PER_SANDBOX}]
         linux["uidMappings"] = linux["gidMappings"] = mapping
     capabilities = dict.fromkeys(("bounding", "effective", "permitted"), CAPABILITIES)
+    annotations = {}
+    if traits.seccomp_bpf is not None:
+        annotations[seccomp.BPF_ANNOTATION] = traits.seccomp_bpf
+    else:
+        linux["seccomp"] = seccomp.profile()
     return {
         "ociVersion": "1.0.2",
+        "annotations": annotations,
         "hostname": spec.sandbox_id,
         "root": {"path": "rootfs"},
         "process": {

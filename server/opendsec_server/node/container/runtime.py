@@ -34,6 +34,11 @@ class OciRuntime:
         """The program's name, without its path."""
         return Path(self._asked_for).name
 
+    @property
+    def takes_compiled_seccomp(self) -> bool:
+        """Whether the program knows crun's annotation for a ready filter."""
+        return self.name.startswith("crun")
+
     async def probe(self) -> None:
         """Find the program and learn its version.
 
