@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 import msgspec
 from litestar import Litestar, Response, get
 from litestar.datastructures import State
+from litestar.params import FromPath
 from litestar.response import Stream
 from litestar.types import ASGIApp
 
@@ -45,7 +46,7 @@ async def route_by_signature(request: Request) -> Response[bytes]:
 
 
 @get("/routes/{sandbox_id:str}")
-async def route(request: Request, sandbox_id: str) -> Response[bytes]:
+async def route(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """How to reach a sandbox. Waits while it starts. Served without the store."""
     name = segment(sandbox_id)
     if not is_sandbox_id(name):

@@ -64,7 +64,8 @@ class Ledger:
             StoreUnavailable: none was applied. Edges were told all the same.
         """
         for change in changes:
-            if change.state is not State.RUNNING:
+            # Of what the node reported the edges know already: the watcher told them first.
+            if change.state is not State.RUNNING and change.cause != "node":
                 self._invalidations.publish(change.sandbox_id)
         applied = await apply_changes(self._store, changes)
         for change in applied:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 from litestar import Response, get
+from litestar.params import FromPath
 
 from opendsec_server.api.http import (
     Query,
@@ -34,7 +35,7 @@ class _Entry(msgspec.Struct, kw_only=True, frozen=True):
 
 
 @get("/sandboxes/{sandbox_id:str}/logs")
-async def logs_v1(request: Request, sandbox_id: str) -> Response[bytes]:
+async def logs_v1(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``GET /sandboxes/{id}/logs``. Each ``line`` is itself JSON: the CLI parses it."""
     query = Query(request)
     start_ms = query.integer("start", 0, at_least=0)
@@ -49,7 +50,7 @@ async def logs_v1(request: Request, sandbox_id: str) -> Response[bytes]:
 
 
 @get("/v2/sandboxes/{sandbox_id:str}/logs")
-async def logs_v2(request: Request, sandbox_id: str) -> Response[bytes]:
+async def logs_v2(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``GET /v2/sandboxes/{id}/logs``, by cursor, in either direction."""
     query = Query(request)
     direction = query.text("direction") or "forward"

@@ -8,6 +8,7 @@ from typing import Any
 
 from litestar import Response, route
 from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
 
 from opendsec_server.api.http import Request
 from opendsec_server.contract.errors import NotSupported
@@ -67,7 +68,7 @@ def _refuse(what: str) -> Callable[[Request], Awaitable[Response[Any]]]:
 
 
 def _refuse_on_sandbox(what: str) -> Callable[[Request, str], Awaitable[Response[Any]]]:
-    async def handler(request: Request, sandbox_id: str) -> Response[Any]:
+    async def handler(request: Request, sandbox_id: FromPath[str]) -> Response[Any]:
         await visible(request, sandbox_id)
         raise NotSupported(f"{what} is not supported yet")
 

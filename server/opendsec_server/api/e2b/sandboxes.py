@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 from litestar import Response, delete, get, post, put
+from litestar.params import FromPath
 
 from opendsec_server.api.errors import MAY_HAVE_HAPPENED_KEY
 from opendsec_server.api.http import (
@@ -68,14 +69,14 @@ async def _create(request: Request, timeout_s_default: int, *, v1: bool = False)
 
 
 @post("/v2/sandboxes/{sandbox_id:str}/connect")
-async def connect_v2(request: Request, sandbox_id: str) -> Response[bytes]:
+async def connect_v2(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``POST /v2/sandboxes/{id}/connect``: only ever extends."""
     body = await read_json(request, _connect, empty=b"{}")
     return await _connect_for(request, sandbox_id, body.timeout)
 
 
 @post("/sandboxes/{sandbox_id:str}/connect")
-async def connect_v1(request: Request, sandbox_id: str) -> Response[bytes]:
+async def connect_v1(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``POST /sandboxes/{id}/connect``: as v2, but ``timeout`` is required."""
     body = await read_json(request, _timeout)
     return await _connect_for(request, sandbox_id, body.timeout)
@@ -186,14 +187,14 @@ async def bulk_metrics(request: Request) -> Response[bytes]:
 
 
 @get("/sandboxes/{sandbox_id:str}")
-async def get_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
+async def get_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``GET /sandboxes/{id}``: 404 once it has ended."""
     record = await visible(request, sandbox_id)
     return answer(convert.detail_of(services_of(request), record))
 
 
 @delete("/sandboxes/{sandbox_id:str}")
-async def kill(request: Request, sandbox_id: str) -> Response[None]:
+async def kill(request: Request, sandbox_id: FromPath[str]) -> Response[None]:
     """``DELETE /sandboxes/{id}``: 204 the first time, 404 after that."""
     name = segment(sandbox_id)
     _, was_alive = await services_of(request).lifecycle.kill(caller_of(request), name)
@@ -203,7 +204,7 @@ async def kill(request: Request, sandbox_id: str) -> Response[None]:
 
 
 @post("/sandboxes/{sandbox_id:str}/timeout")
-async def set_timeout(request: Request, sandbox_id: str) -> Response[None]:
+async def set_timeout(request: Request, sandbox_id: FromPath[str]) -> Response[None]:
     """``POST /sandboxes/{id}/timeout``: may shorten; zero or less ends it at once."""
     body = await read_json(request, _timeout)
     await services_of(request).lifecycle.set_timeout(
@@ -213,7 +214,7 @@ async def set_timeout(request: Request, sandbox_id: str) -> Response[None]:
 
 
 @post("/sandboxes/{sandbox_id:str}/refreshes")
-async def refresh(request: Request, sandbox_id: str) -> Response[None]:
+async def refresh(request: Request, sandbox_id: FromPath[str]) -> Response[None]:
     """``POST /sandboxes/{id}/refreshes``, of older SDKs: only ever extends."""
     body = await read_json(request, _refresh, empty=b"{}")
     duration_s = limits.E2B_REFRESH_S_DEFAULT if body.duration is None else body.duration
@@ -228,7 +229,7 @@ async def refresh(request: Request, sandbox_id: str) -> Response[None]:
 
 
 @put("/sandboxes/{sandbox_id:str}/network")
-async def put_network(request: Request, sandbox_id: str) -> Response[None]:
+async def put_network(request: Request, sandbox_id: FromPath[str]) -> Response[None]:
     """``PUT /sandboxes/{id}/network``: replaces egress whole."""
     body = await read_json(request, _network)
     record = await visible(request, sandbox_id)
@@ -241,7 +242,7 @@ async def put_network(request: Request, sandbox_id: str) -> Response[None]:
 
 
 @get("/sandboxes/{sandbox_id:str}/metrics")
-async def get_metrics(request: Request, sandbox_id: str) -> Response[bytes]:
+async def get_metrics(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``GET /sandboxes/{id}/metrics``: readings, oldest first."""
     start, end = metrics_span(Query(request))
     samples = await services_of(request).lifecycle.metrics(
@@ -250,7 +251,7 @@ async def get_metrics(request: Request, sandbox_id: str) -> Response[bytes]:
     return answer([convert.metric_of(sample) for sample in samples])
 
 
-async def visible(request: Request, sandbox_id: str) -> SandboxRecord:
+async def visible(request: Request, sandbox_id: FromPath[str]) -> SandboxRecord:
     """The sandbox of a path, if it is there for E2B's clients.
 
     Raises:

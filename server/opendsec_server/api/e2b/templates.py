@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from litestar import Response, get
+from litestar.params import FromPath
 
 from opendsec_server.api.http import Request, answer, caller_of, segment, services_of
 
@@ -20,7 +21,7 @@ async def list_templates(request: Request) -> Response[bytes]:
 
 
 @get("/templates/aliases/{alias:str}")
-async def get_alias(request: Request, alias: str) -> Response[bytes]:
+async def get_alias(request: Request, alias: FromPath[str]) -> Response[bytes]:
     """Whether a template of that name exists."""
     template = await services_of(request).templates.resolve(caller_of(request), segment(alias))
     return answer(schemas.TemplateAlias(template_id=template.template_id, public=template.public))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 from litestar import Response, delete, get, post
+from litestar.params import FromPath
 
 from opendsec_server import __version__
 from opendsec_server.api.http import (
@@ -140,7 +141,7 @@ async def create_key(request: Request) -> Response[bytes]:
         )
     ),
 )
-async def delete_key(request: Request, key_id: str) -> Response[None]:
+async def delete_key(request: Request, key_id: FromPath[str]) -> Response[None]:
     await services_of(request).iam.delete_key(caller_of(request), segment(key_id))
     return no_content()
 

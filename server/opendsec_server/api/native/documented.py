@@ -39,7 +39,8 @@ class Operation(msgspec.Struct, kw_only=True, frozen=True):
     response: type[msgspec.Struct] | None = None
     response_description: str = "Done."
     response_headers: dict[str, str] = {}
-    status: int = 200
+    status: int | None = 200
+    """Of success. None: it does not succeed yet."""
     parameters: tuple[Parameter, ...] = ()
     errors: tuple[type[OpendsecError], ...] = ()
 

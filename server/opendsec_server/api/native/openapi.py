@@ -126,7 +126,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     }
     if operation.response is not None:
         success["content"] = _json(operation.response.__name__)
-    responses = {str(operation.status): success}
+    responses = {} if operation.status is None else {str(operation.status): success}
     by_status: dict[int, list[type[OpendsecError]]] = {}
     for error in (*operation.errors, *EVERYWHERE):
         by_status.setdefault(error.http_status, []).append(error)

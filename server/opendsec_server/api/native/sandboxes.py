@@ -7,6 +7,7 @@ import time
 
 import msgspec
 from litestar import Response, delete, get, post, put
+from litestar.params import FromPath
 
 from opendsec_server.api.http import (
     Query,
@@ -197,7 +198,7 @@ async def list_sandboxes(request: Request) -> Response[bytes]:
         )
     ),
 )
-async def get_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
+async def get_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     services = services_of(request)
     record = await services.lifecycle.get(caller_of(request), segment(sandbox_id))
     return answer(sandbox_of(services, record, tokens=True))
@@ -217,7 +218,7 @@ async def get_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
         )
     ),
 )
-async def delete_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
+async def delete_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     services = services_of(request)
     record, _ = await services.lifecycle.kill(caller_of(request), segment(sandbox_id))
     return answer(sandbox_of(services, record))
@@ -238,7 +239,7 @@ async def delete_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
         )
     ),
 )
-async def connect_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
+async def connect_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     body = await read_json(request, _connect, empty=b"{}")
     services = services_of(request)
     record = await services.lifecycle.connect(
@@ -259,7 +260,7 @@ async def connect_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
         )
     ),
 )
-async def set_timeout(request: Request, sandbox_id: str) -> Response[bytes]:
+async def set_timeout(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     body = await read_json(request, _timeout)
     services = services_of(request)
     record = await services.lifecycle.set_timeout(
@@ -281,7 +282,7 @@ async def set_timeout(request: Request, sandbox_id: str) -> Response[bytes]:
         )
     ),
 )
-async def set_network(request: Request, sandbox_id: str) -> Response[bytes]:
+async def set_network(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     body = await read_json(request, _network)
     services, caller, name = services_of(request), caller_of(request), segment(sandbox_id)
     record = await services.lifecycle.get_live(caller, name)
@@ -315,7 +316,7 @@ async def set_network(request: Request, sandbox_id: str) -> Response[bytes]:
         )
     ),
 )
-async def get_metrics(request: Request, sandbox_id: str) -> Response[bytes]:
+async def get_metrics(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     start, end = metrics_span(Query(request))
     samples = await services_of(request).lifecycle.metrics(
         caller_of(request), segment(sandbox_id), start, end
@@ -334,7 +335,7 @@ async def get_metrics(request: Request, sandbox_id: str) -> Response[bytes]:
         )
     ),
 )
-async def get_transitions(request: Request, sandbox_id: str) -> Response[bytes]:
+async def get_transitions(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     _, transitions = await services_of(request).lifecycle.transitions(
         caller_of(request), segment(sandbox_id)
     )
@@ -345,10 +346,8 @@ def _later(action: str) -> Operation:
     return Operation(
         tag=TAG,
         summary=f"{action} (not supported yet)",
-        status=501,
-        response=schemas.ErrorBody,
-        response_description="Not supported yet.",
-        errors=(SandboxNotFound,),
+        status=None,
+        errors=(SandboxNotFound, NotSupported),
     )
 
 
@@ -358,22 +357,22 @@ async def _refuse(request: Request, sandbox_id: str, action: str) -> Response[by
 
 
 @post("/sandboxes/{sandbox_id:str}/pause", opt=documented(_later("Pause a sandbox")))
-async def pause_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
+async def pause_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     return await _refuse(request, sandbox_id, "pausing a sandbox")
 
 
 @post("/sandboxes/{sandbox_id:str}/resume", opt=documented(_later("Resume a sandbox")))
-async def resume_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
+async def resume_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     return await _refuse(request, sandbox_id, "resuming a sandbox")
 
 
 @post("/sandboxes/{sandbox_id:str}/fork", opt=documented(_later("Fork a sandbox")))
-async def fork_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
+async def fork_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     return await _refuse(request, sandbox_id, "forking a sandbox")
 
 
 @post("/sandboxes/{sandbox_id:str}/snapshots", opt=documented(_later("Snapshot a sandbox")))
-async def snapshot_sandbox(request: Request, sandbox_id: str) -> Response[bytes]:
+async def snapshot_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     return await _refuse(request, sandbox_id, "taking a snapshot")
 
 

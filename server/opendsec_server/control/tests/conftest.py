@@ -14,6 +14,7 @@ from opendsec_server.control.iam import Caller
 from opendsec_server.control.services import Services
 
 from .fake_node import FakeNode
+from .seed import seeded
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def node() -> FakeNode:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config(state_dir=str(tmp_path))
+    return Config(state_dir=str(seeded(tmp_path)))
 
 
 @pytest_asyncio.fixture

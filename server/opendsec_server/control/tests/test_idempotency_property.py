@@ -25,6 +25,7 @@ from opendsec_server.control.services import Services
 
 from .conftest import first_caller
 from .fake_node import FakeNode
+from .seed import seeded
 from .store_faults import broken_store
 
 PARAMS = CreateParams(metadata={"run": "1"})
@@ -128,14 +129,13 @@ class World:
 
 
 @given(STEPS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_one_key_one_sandbox(steps: list[str]) -> None:
-    async def live() -> None:
-        with tempfile.TemporaryDirectory() as state_dir:
-            world = World(Path(state_dir))
-            await world.start()
-            for name in steps:
-                await world.step(name)
-            await world.finish()
+    async def live(world: World) -> None:
+        await world.start()
+        for name in steps:
+            await world.step(name)
+        await world.finish()
 
-    asyncio.run(live())
+    with tempfile.TemporaryDirectory() as state_dir:
+        asyncio.run(live(World(seeded(Path(state_dir)))))

@@ -48,7 +48,8 @@ def test_tokens_differ_by_purpose_sandbox_and_secret() -> None:
     assert one.access("a") == TokenMint(b"1" * 32).access("a")
 
 
-async def test_first_key_is_made_once(config: Config, node: FakeNode) -> None:
+async def test_first_key_is_made_once(tmp_path: Path, node: FakeNode) -> None:
+    config = Config(state_dir=str(tmp_path))
     services = await Services.start(config, node)
     text = config.api_key_file.read_text()
     assert KEY_RE.fullmatch(text.strip())
