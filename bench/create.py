@@ -5,7 +5,7 @@
 
 ``crun run`` gets the very bundle of a sandbox (namespaces, user namespace, network namespace,
 seccomp, limits) with ``/bin/true`` as its program, on overlays of the same layers that were
-mounted before the clock started. ``docker run --rm --network none`` gets the same files as an image.
+mounted before the clock started. ``docker run --rm --network none`` gets the same files.
 """
 
 from __future__ import annotations

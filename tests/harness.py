@@ -167,6 +167,7 @@ def new_server(instance: str, network_cidr: str, **settings: object) -> Server:
         settings: More settings of the server.
     """
     root = Path(tempfile.mkdtemp(prefix=f"opendsec-{instance}-", dir="/var/tmp"))
+    root.chmod(0o755)
     port = free_port()
     values: dict[str, object] = {
         "state_dir": str(root / "state"),

@@ -18,6 +18,7 @@ from typing import Any
 
 from opendsec_server.config import Config
 
+from .base_template import FAILED
 from .process import read_identity, stop_process
 
 START_TIMEOUT_S = 900.0
@@ -78,6 +79,9 @@ def _wait_until_ready(config: Config, child: subprocess.Popen[bytes] | None) -> 
         if found["ready"]:
             progress.end()
             return
+        if any(FAILED in reason for reason in found["reasons"]):
+            progress.end()
+            raise StartFailed("\n".join(found["reasons"]))
         progress.show(", ".join(found["reasons"]) or "starting")
         time.sleep(POLL_S)
     progress.end()

@@ -24,6 +24,7 @@ from opendsec_server.control.services import Services
 from opendsec_server.node.mountns import enter_private_mount_namespace
 from opendsec_server.node.node import Node
 
+from .base_template import BaseTemplate
 from .edge_supervisor import EdgeSupervisor
 from .process import identity_of, write_identity
 
@@ -34,17 +35,20 @@ LISTEN_BACKLOG = 2_048
 
 
 def prepare_directories(config: Config) -> None:
-    """Make state and run directories, root only.
+    """Make the state directory (root only) and the run directory.
+
+    Others may pass through the run directory, not list it: sandboxes start as ids of their own
+    and must reach the guest agent's binary there. The sockets in it are root's.
 
     Raises:
         ConfigError: not root, or a directory cannot be made.
     """
     if os.geteuid() != 0:
         raise ConfigError("opendsecd must run as root: it makes namespaces, mounts and cgroups")
-    for path in (config.state_path, config.run_path):
+    for path, mode in ((config.state_path, 0o700), (config.run_path, 0o711)):
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.chmod(0o700)
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(mode)
         except OSError as exc:
             raise ConfigError(f"cannot use {path}: {exc.strerror}") from exc
 
@@ -80,7 +84,8 @@ async def _serve(config: Config) -> None:
     async with contextlib.AsyncExitStack() as stack:
         node = await Node.start(config)
         stack.push_async_callback(node.stop)
-        services = await Services.start(config, node)
+        base = BaseTemplate(config)
+        services = await Services.start(config, node, ready_checks={"template base": base.check})
         stack.push_async_callback(services.stop)
         await stack.enter_async_context(
             _listening(build_control_app(services), config.control_socket)
@@ -89,6 +94,7 @@ async def _serve(config: Config) -> None:
         edge = EdgeSupervisor(config)
         await edge.start()
         stack.push_async_callback(edge.stop)
+        base.start()
         write_identity(config.run_path / "opendsecd.pid", me)
         stack.callback((config.run_path / "opendsecd.pid").unlink, missing_ok=True)
         _notify_service_manager("READY=1")
