@@ -159,8 +159,7 @@ impl Agent {
     fn caller(&self, headers: &HeaderMap) -> Result<User, RpcError> {
         let named = basic_user(headers);
         let name = named.or_else(|| self.settings().default_user.clone());
-        let name = name
-            .ok_or_else(|| RpcError::new(Code::Unauthenticated, "no user specified"))?;
+        let name = name.ok_or_else(|| RpcError::new(Code::Unauthenticated, "no user specified"))?;
         self.users.snapshot().user(&name).cloned().ok_or_else(|| {
             RpcError::new(Code::Unauthenticated, format!("invalid username: '{name}'"))
         })
@@ -169,7 +168,11 @@ impl Agent {
     /// Waits until the sandbox ends; gives what open streams say then.
     pub async fn ended(&self) -> RpcError {
         let mut ending = self.ending.subscribe();
-        let reason = ending.wait_for(Option::is_some).await.ok().and_then(|reason| *reason);
+        let reason = ending
+            .wait_for(Option::is_some)
+            .await
+            .ok()
+            .and_then(|reason| *reason);
         reason.unwrap_or(EndReason::Killed).error()
     }
 
@@ -200,6 +203,8 @@ impl Drop for StreamGuard {
 
 /// Unix time in milliseconds.
 pub fn now_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

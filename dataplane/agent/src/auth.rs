@@ -29,7 +29,9 @@ impl Secret {
 
     /// Whether the named header carries the token.
     pub fn in_header(&self, headers: &HeaderMap, name: &str) -> bool {
-        headers.get(name).is_some_and(|value| self.matches(value.as_bytes()))
+        headers
+            .get(name)
+            .is_some_and(|value| self.matches(value.as_bytes()))
     }
 
     /// Signature of a file address, version 1: SHA-256 over
@@ -109,7 +111,13 @@ mod tests {
     use super::*;
 
     fn claim<'a>(signature: Option<&'a str>, expiration: Option<&'a str>) -> FileClaim<'a> {
-        FileClaim { path: "/home/user/a", operation: "read", user: "", signature, expiration }
+        FileClaim {
+            path: "/home/user/a",
+            operation: "read",
+            user: "",
+            signature,
+            expiration,
+        }
     }
 
     #[test]
@@ -128,7 +136,9 @@ mod tests {
             Err("invalid signature")
         );
         let signed = token.sign("/home/user/a", "read", "", Some(100));
-        assert!(check_file_access(Some(&token), &none, &claim(Some(&signed), Some("100")), 100).is_ok());
+        assert!(
+            check_file_access(Some(&token), &none, &claim(Some(&signed), Some("100")), 100).is_ok()
+        );
         assert_eq!(
             check_file_access(Some(&token), &none, &claim(Some(&signed), Some("100")), 101),
             Err("signature is already expired")

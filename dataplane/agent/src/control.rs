@@ -23,7 +23,14 @@ const CONTROL_TOKEN_BYTES_MIN: usize = 16;
 /// The version of the envd protocol that is spoken.
 const ENVD_VERSION: &str = "0.9.1";
 /// Calls that only virtual machines need.
-const VM_ONLY: [&str; 6] = ["/freeze", "/unfreeze", "/collapse", "/fsfreeze", "/fsthaw", "/upgrade"];
+const VM_ONLY: [&str; 6] = [
+    "/freeze",
+    "/unfreeze",
+    "/collapse",
+    "/fsfreeze",
+    "/fsthaw",
+    "/upgrade",
+];
 
 /// The body of `/init`. What is absent stays as it is.
 #[derive(Default, Deserialize)]
@@ -54,6 +61,15 @@ struct Terminate {
     reason: String,
 }
 
+/// Why a call is refused.
+struct Refusal(StatusCode, &'static str);
+
+impl From<Refusal> for Reply {
+    fn from(Refusal(status, message): Refusal) -> Self {
+        error(status, message)
+    }
+}
+
 /// Whether a path belongs to this module.
 pub fn owns(path: &str) -> bool {
     path == "/init" || path.starts_with("/opendsec/") || VM_ONLY.contains(&path)
@@ -62,7 +78,7 @@ pub fn owns(path: &str) -> bool {
 /// Serves such a path.
 pub async fn serve(agent: Arc<Agent>, local: SocketAddr, request: Request<Incoming>) -> Reply {
     if let Err(refusal) = authorize(&agent, request.uri().path(), request.headers()) {
-        return refusal;
+        return refusal.into();
     }
     let path = request.uri().path().to_owned();
     match (request.method(), path.as_str()) {
@@ -74,9 +90,10 @@ pub async fn serve(agent: Arc<Agent>, local: SocketAddr, request: Request<Incomi
             let port = query.get("port").and_then(|text| text.parse::<u16>().ok());
             tunnel::serve(agent, local, port, request).await
         }
-        (&Method::POST, path) if VM_ONLY.contains(&path) => {
-            error(StatusCode::NOT_IMPLEMENTED, "this sandbox is no virtual machine")
-        }
+        (&Method::POST, path) if VM_ONLY.contains(&path) => error(
+            StatusCode::NOT_IMPLEMENTED,
+            "this sandbox is no virtual machine",
+        ),
         (_, "/init" | "/opendsec/status" | "/opendsec/terminate" | "/opendsec/tunnel") => {
             error(StatusCode::METHOD_NOT_ALLOWED, "method not allowed")
         }
@@ -86,12 +103,18 @@ pub async fn serve(agent: Arc<Agent>, local: SocketAddr, request: Request<Incomi
 
 /// The first `/init` comes from the node before any program runs, so it needs no token: it brings
 /// the token that everything after it needs.
-fn authorize(agent: &Agent, path: &str, headers: &HeaderMap) -> Result<(), Reply> {
+fn authorize(agent: &Agent, path: &str, headers: &HeaderMap) -> Result<(), Refusal> {
     match &agent.settings().control_token {
         None if path == "/init" => Ok(()),
-        None => Err(error(StatusCode::SERVICE_UNAVAILABLE, "the sandbox is not set up yet")),
+        None => Err(error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "the sandbox is not set up yet",
+        )),
         Some(token) if token.in_header(headers, CONTROL_HEADER) => Ok(()),
-        Some(_) => Err(error(StatusCode::UNAUTHORIZED, "missing or wrong control token")),
+        Some(_) => Err(error(
+            StatusCode::UNAUTHORIZED,
+            "missing or wrong control token",
+        )),
     }
 }
 
@@ -112,17 +135,18 @@ async fn init(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {
         ca_bundle: init.ca_bundle.take(),
     };
     // Reading the body took time: two first calls may have raced, and only one may win.
-    if let Err(refusal) =
-        authorize(agent, "/init", &headers).and_then(|()| apply(agent, init))
-    {
-        return refusal;
+    if let Err(refusal) = authorize(agent, "/init", &headers).and_then(|()| apply(agent, init)) {
+        return refusal.into();
     }
     if agent.is_init
         && let Err(err) = tokio::task::spawn_blocking(move || system.apply())
             .await
             .unwrap_or_else(|err| Err(std::io::Error::other(err)))
     {
-        return error(StatusCode::INTERNAL_SERVER_ERROR, format!("set-up of the system: {err}"));
+        return error(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            format!("set-up of the system: {err}"),
+        );
     }
     agent.ending.send_if_modified(|ending| {
         // The paused sandbox is awake again.
@@ -135,8 +159,8 @@ async fn init(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {
     status_only(StatusCode::NO_CONTENT)
 }
 
-fn apply(agent: &Agent, init: Init) -> Result<(), Reply> {
-    let bad = |what: &str| Err(error(StatusCode::BAD_REQUEST, what));
+fn apply(agent: &Agent, init: Init) -> Result<(), Refusal> {
+    let bad = |what| Err(Refusal(StatusCode::BAD_REQUEST, what));
     let mut settings = agent.settings();
     match &init.control_token {
         Some(token) if token.len() < CONTROL_TOKEN_BYTES_MIN => {
@@ -146,7 +170,10 @@ fn apply(agent: &Agent, init: Init) -> Result<(), Reply> {
         _ => {}
     }
     let names = init.env_vars.iter().flat_map(BTreeMap::iter);
-    if names.clone().any(|(k, v)| k.is_empty() || k.contains(['=', '\0']) || v.contains('\0')) {
+    if names
+        .clone()
+        .any(|(k, v)| k.is_empty() || k.contains(['=', '\0']) || v.contains('\0'))
+    {
         return bad("envVars holds a name or value that no environment can hold");
     }
     if let Some(token) = init.control_token {
@@ -156,12 +183,19 @@ fn apply(agent: &Agent, init: Init) -> Result<(), Reply> {
         settings.access_token = Secret::new(token);
     }
     if let Some(env) = init.env_vars {
-        let kept = settings.env.iter().filter(|(name, _)| setup::is_own_variable(name));
-        let kept: Vec<_> = kept.map(|(name, value)| (name.clone(), value.clone())).collect();
+        let kept = settings
+            .env
+            .iter()
+            .filter(|(name, _)| setup::is_own_variable(name));
+        let kept: Vec<_> = kept
+            .map(|(name, value)| (name.clone(), value.clone()))
+            .collect();
         settings.env = env;
         settings.env.extend(kept);
     }
-    settings.env.insert(setup::ENV_SANDBOX.to_owned(), "true".to_owned());
+    settings
+        .env
+        .insert(setup::ENV_SANDBOX.to_owned(), "true".to_owned());
     if let Some(id) = init.sandbox_id {
         settings.env.insert(setup::ENV_SANDBOX_ID.to_owned(), id);
     }
@@ -200,7 +234,12 @@ async fn terminate(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {
         "killed" => EndReason::Killed,
         "timeout" => EndReason::Timeout,
         "paused" => EndReason::Paused,
-        _ => return error(StatusCode::BAD_REQUEST, "reason must be killed, timeout or paused"),
+        _ => {
+            return error(
+                StatusCode::BAD_REQUEST,
+                "reason must be killed, timeout or paused",
+            );
+        }
     };
     agent.ending.send_replace(Some(reason));
     status_only(StatusCode::NO_CONTENT)

@@ -84,6 +84,9 @@ pub const BLOCKING_STACK_BYTES: usize = 256 * 1024;
 /// Idle time after which such a thread ends.
 pub const BLOCKING_IDLE: Duration = Duration::from_secs(5);
 
+/// How often memory that calls have used is given back when nothing is going on.
+pub const IDLE_TRIM_INTERVAL: Duration = Duration::from_secs(10);
+
 /// Largest `/etc/passwd` or `/etc/group` that is read.
 pub const USER_FILE_BYTES_MAX: u64 = 4 * 1024 * 1024;
 /// Time to connect to a port inside the sandbox.

@@ -74,13 +74,17 @@ fn parse_args(mut args: impl Iterator<Item = String>) -> Result<Option<SocketAdd
             other => return Err(format!("unknown argument '{other}'")),
         }
     }
-    let address = listen.parse().map_err(|_| format!("'{listen}' is no address and port"))?;
+    let address = listen
+        .parse()
+        .map_err(|_| format!("'{listen}' is no address and port"))?;
     Ok(Some(address))
 }
 
 fn run(listen: SocketAddr) -> io::Result<()> {
     pool::start()?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     runtime.block_on(async {
         let reaper = Reaper::start()?;
         let listener = TcpListener::bind(listen).await?;
@@ -89,7 +93,11 @@ fn run(listen: SocketAddr) -> io::Result<()> {
         let is_init = std::process::id() == 1;
         let processes = Arc::new(ProcessTable::new(reaper));
         let agent = Arc::new(Agent::new(processes, proc_dir, is_init, address.port()));
-        eprintln!("opendsec-agent {} listens on {address}", env!("CARGO_PKG_VERSION"));
+        eprintln!(
+            "opendsec-agent {} listens on {address}",
+            env!("CARGO_PKG_VERSION")
+        );
+        tokio::spawn(trim_when_idle(Arc::clone(&agent)));
         tokio::select! {
             () = http::serve(listener, Arc::clone(&agent)) => {}
             stopped = init::stop_signal() => stopped?,
@@ -97,6 +105,20 @@ fn run(listen: SocketAddr) -> io::Result<()> {
         shut_down(&agent).await;
         Ok(())
     })
+}
+
+/// The agent shares the sandbox's memory limit with the user's programs, so what a burst of calls
+/// has used must not stay with it.
+async fn trim_when_idle(agent: Arc<Agent>) {
+    let mut seen_ms = 0;
+    loop {
+        tokio::time::sleep(limits::IDLE_TRIM_INTERVAL).await;
+        let last_ms = agent.last_activity_ms();
+        if last_ms != seen_ms && agent.active_streams() == 0 {
+            init::trim_heap();
+            seen_ms = last_ms;
+        }
+    }
 }
 
 /// Ends streams with a clear error, then programs, first gently.

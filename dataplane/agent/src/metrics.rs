@@ -28,7 +28,9 @@ impl CpuClock {
     /// Share of all processors used since the last look, in percent; 0 at the first.
     fn percent(&mut self, now: Instant, used_us: u64, cpu_count: f64) -> f64 {
         let before = self.last.replace((now, used_us));
-        let Some((then, used_then)) = before else { return 0.0 };
+        let Some((then, used_then)) = before else {
+            return 0.0;
+        };
         let elapsed_us = now.duration_since(then).as_secs_f64() * 1e6;
         if elapsed_us < 1.0 || cpu_count <= 0.0 {
             return 0.0;
@@ -41,6 +43,7 @@ impl CpuClock {
     }
 }
 
+#[derive(Default)]
 struct Usage {
     cpu_us: u64,
     memory_total: u64,
@@ -60,18 +63,31 @@ pub async fn serve(agent: &Arc<Agent>) -> Reply {
 fn measure(agent: &Agent) -> String {
     let (cpus, memory_limit, disk_limit) = {
         let settings = agent.settings();
-        (settings.cpu_count, settings.memory_bytes, settings.disk_bytes)
+        (
+            settings.cpu_count,
+            settings.memory_bytes,
+            settings.disk_bytes,
+        )
     };
     let usage = from_cgroup_v2(Path::new(CGROUP))
         .or_else(|| from_cgroup_v1(Path::new(CGROUP)))
         .or_else(|| from_proc(agent))
-        .unwrap_or(Usage { cpu_us: 0, memory_total: 0, memory_used: 0, memory_cache: 0 });
+        .unwrap_or_default();
     let cpus = cpus.unwrap_or_else(|| {
         std::thread::available_parallelism().map_or(1.0, |count| count.get() as f64)
     });
-    let memory_total = memory_limit.unwrap_or(usage.memory_total);
+    // Without a limit, what a cgroup calls its limit is a number without meaning.
+    let machine =
+        || proc::read_at(agent.proc_dir.as_fd(), "meminfo").map_or(0, |m| kib(&m, "MemTotal:"));
+    let memory_total = memory_limit.unwrap_or_else(|| match usage.memory_total {
+        0 => machine(),
+        limit => limit.min(machine()),
+    });
     let percent = {
-        let mut clock = agent.cpu_clock.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut clock = agent
+            .cpu_clock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         clock.percent(Instant::now(), usage.cpu_us, cpus)
     };
     let (disk_used, disk_total) = disk(disk_limit);
@@ -97,7 +113,11 @@ fn number(path: &Path) -> Option<u64> {
 /// The value after `key` in lines of `key value`.
 fn field(text: &str, key: &str) -> Option<u64> {
     let rest = text.lines().find_map(|line| line.strip_prefix(key))?;
-    rest.trim_start_matches([':', ' ', '\t']).split_ascii_whitespace().next()?.parse().ok()
+    rest.trim_start_matches([':', ' ', '\t'])
+        .split_ascii_whitespace()
+        .next()?
+        .parse()
+        .ok()
 }
 
 /// The root of a cgroup tree has no `memory.current`: where there is one, it is the sandbox's own.
@@ -118,7 +138,9 @@ fn from_cgroup_v1(root: &Path) -> Option<Usage> {
     let memory = root.join("memory");
     let current = number(&memory.join("memory.usage_in_bytes"))?;
     let stat = fs::read_to_string(memory.join("memory.stat")).ok()?;
-    let cache = field(&stat, "total_cache").or_else(|| field(&stat, "cache")).unwrap_or(0);
+    let cache = field(&stat, "total_cache")
+        .or_else(|| field(&stat, "cache"))
+        .unwrap_or(0);
     let cpu_ns = ["cpuacct", "cpu,cpuacct", "cpu"]
         .iter()
         .find_map(|name| number(&root.join(name).join("cpuacct.usage")))?;
@@ -130,28 +152,39 @@ fn from_cgroup_v1(root: &Path) -> Option<Usage> {
     })
 }
 
+/// A line of `/proc/meminfo`, in bytes.
+fn kib(meminfo: &str, key: &str) -> u64 {
+    field(meminfo, key).map_or(0, |kib| kib * 1024)
+}
+
 fn from_proc(agent: &Agent) -> Option<Usage> {
     let proc_dir = agent.proc_dir.as_fd();
     let memory = proc::read_at(proc_dir, "meminfo").ok()?;
-    let kib = |key: &str| field(&memory, key).map_or(0, |kib| kib * 1024);
-    let cache = kib("Cached:");
-    let total = kib("MemTotal:");
+    let cache = kib(&memory, "Cached:");
+    let total = kib(&memory, "MemTotal:");
     let stat = proc::read_at(proc_dir, "stat").ok()?;
     let cpu = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let times: Vec<u64> = cpu.split_ascii_whitespace().flat_map(str::parse).collect();
     // user nice system, not idle and iowait, then irq softirq steal.
-    let busy: u64 = times.iter().take(3).chain(times.iter().skip(5).take(3)).sum();
+    let busy: u64 = times
+        .iter()
+        .take(3)
+        .chain(times.iter().skip(5).take(3))
+        .sum();
     Some(Usage {
         cpu_us: busy * TICK_US,
         memory_total: total,
-        memory_used: total.saturating_sub(kib("MemFree:") + kib("Buffers:") + cache),
+        memory_used: total
+            .saturating_sub(kib(&memory, "MemFree:") + kib(&memory, "Buffers:") + cache),
         memory_cache: cache,
     })
 }
 
 /// Used and total bytes of the root file system; a set limit is the total.
 fn disk(limit: Option<u64>) -> (u64, u64) {
-    let Ok(stat) = rustix::fs::statvfs("/") else { return (0, limit.unwrap_or(0)) };
+    let Ok(stat) = rustix::fs::statvfs("/") else {
+        return (0, limit.unwrap_or(0));
+    };
     let total = stat.f_blocks * stat.f_frsize;
     let used = total.saturating_sub(stat.f_bavail * stat.f_frsize);
     match limit {
@@ -190,12 +223,18 @@ mod tests {
         write("memory.stat", "anon 1\nfile 300\nfile_mapped 7\n");
         write("cpu.stat", "usage_usec 77\nuser_usec 1\n");
         let usage = from_cgroup_v2(dir.path()).unwrap();
-        assert_eq!((usage.cpu_us, usage.memory_used, usage.memory_cache), (77, 700, 300));
+        assert_eq!(
+            (usage.cpu_us, usage.memory_used, usage.memory_cache),
+            (77, 700, 300)
+        );
         write("memory/memory.usage_in_bytes", "50\n");
         write("memory/memory.limit_in_bytes", "90\n");
         write("memory/memory.stat", "cache 1\ntotal_cache 20\n");
         write("cpu/cpuacct.usage", "5000\n");
         let usage = from_cgroup_v1(dir.path()).unwrap();
-        assert_eq!((usage.cpu_us, usage.memory_used, usage.memory_total), (5, 30, 90));
+        assert_eq!(
+            (usage.cpu_us, usage.memory_used, usage.memory_total),
+            (5, 30, 90)
+        );
     }
 }

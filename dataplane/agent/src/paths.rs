@@ -18,7 +18,11 @@ const DIR_MODE: u32 = 0o755;
 ///
 /// Errors: `invalid_argument` for NUL bytes, over-long paths and `~name`.
 pub fn resolve(path: &str, user: &User, default_dir: Option<&str>) -> Result<String, RpcError> {
-    let path = if path.is_empty() { default_dir.unwrap_or_default() } else { path };
+    let path = if path.is_empty() {
+        default_dir.unwrap_or_default()
+    } else {
+        path
+    };
     if path.contains('\0') {
         return Err(RpcError::invalid("path holds a NUL byte"));
     }
@@ -35,7 +39,10 @@ pub fn resolve(path: &str, user: &User, default_dir: Option<&str>) -> Result<Str
         clean(&format!("{}/{path}", user.home))
     };
     if resolved.len() >= PATH_BYTES_MAX {
-        return Err(RpcError::invalid(format!("path is longer than {} bytes", PATH_BYTES_MAX - 1)));
+        return Err(RpcError::invalid(format!(
+            "path is longer than {} bytes",
+            PATH_BYTES_MAX - 1
+        )));
     }
     Ok(resolved)
 }
@@ -83,7 +90,9 @@ pub fn ensure_dirs(path: &str, uid: u32, gid: u32) -> io::Result<()> {
     }
     let mut at = 1;
     while at <= cleaned.len() {
-        let end = cleaned[at..].find('/').map_or(cleaned.len(), |next| at + next);
+        let end = cleaned[at..]
+            .find('/')
+            .map_or(cleaned.len(), |next| at + next);
         ensure_dir(Path::new(&cleaned[..end]), uid, gid)?;
         at = end + 1;
     }

@@ -45,7 +45,12 @@ impl SystemSetup {
         if let Some(name) = self.hostname.as_deref().filter(|name| !name.is_empty()) {
             let _ = rustix::system::sethostname(name.as_bytes());
         }
-        match self.ca_bundle.as_deref().map(str::trim).filter(|pem| !pem.is_empty()) {
+        match self
+            .ca_bundle
+            .as_deref()
+            .map(str::trim)
+            .filter(|pem| !pem.is_empty())
+        {
             Some(pem) => trust(pem, Path::new(CA_BUNDLE), Path::new(CA_EXTRA)),
             None => Ok(()),
         }
@@ -82,7 +87,11 @@ fn trust(pem: &str, bundle: &Path, extra: &Path) -> io::Result<()> {
     if let Some(dir) = bundle.parent() {
         fs::create_dir_all(dir)?;
     }
-    let gap = if present.is_empty() || present.ends_with('\n') { "" } else { "\n" };
+    let gap = if present.is_empty() || present.ends_with('\n') {
+        ""
+    } else {
+        "\n"
+    };
     let mut file = OpenOptions::new().append(true).create(true).open(bundle)?;
     file.write_all(format!("{gap}{pem}\n").as_bytes())
 }
@@ -94,7 +103,10 @@ mod tests {
     #[test]
     fn trusts_once_and_keeps_what_was_there() {
         let dir = crate::testing::TempDir::new();
-        let (bundle, extra) = (dir.path().join("certs/ca.crt"), dir.path().join("extra/own.crt"));
+        let (bundle, extra) = (
+            dir.path().join("certs/ca.crt"),
+            dir.path().join("extra/own.crt"),
+        );
         trust("PEM-A", &bundle, &extra).unwrap();
         fs::write(&bundle, "PEM-0").unwrap();
         trust("PEM-A", &bundle, &extra).unwrap();

@@ -28,12 +28,21 @@ pub async fn serve(
     mut request: Request<Incoming>,
 ) -> Reply {
     let Some(port) = port.filter(|port| *port != 0) else {
-        return error(StatusCode::BAD_REQUEST, "port must be a number from 1 to 65535");
+        return error(
+            StatusCode::BAD_REQUEST,
+            "port must be a number from 1 to 65535",
+        );
     };
     if port == agent.port {
-        return error(StatusCode::BAD_REQUEST, "this is the agent's own port, call it directly");
+        return error(
+            StatusCode::BAD_REQUEST,
+            "this is the agent's own port, call it directly",
+        );
     }
-    let asked = request.headers().get(UPGRADE).and_then(|value| value.to_str().ok());
+    let asked = request
+        .headers()
+        .get(UPGRADE)
+        .and_then(|value| value.to_str().ok());
     if !asked.is_some_and(|value| value.eq_ignore_ascii_case(PROTOCOL)) {
         let message = format!("the request must upgrade to '{PROTOCOL}'");
         return error(StatusCode::UPGRADE_REQUIRED, message);
@@ -56,14 +65,21 @@ pub async fn serve(
     let upgrade = hyper::upgrade::on(&mut request);
     tokio::spawn(copy(agent, upgrade, target, guard));
     let mut reply = status_only(StatusCode::SWITCHING_PROTOCOLS);
-    reply.headers_mut().insert(CONNECTION, HeaderValue::from_static("Upgrade"));
-    reply.headers_mut().insert(UPGRADE, HeaderValue::from_static(PROTOCOL));
+    reply
+        .headers_mut()
+        .insert(CONNECTION, HeaderValue::from_static("Upgrade"));
+    reply
+        .headers_mut()
+        .insert(UPGRADE, HeaderValue::from_static(PROTOCOL));
     reply
 }
 
 /// Tries the loopback addresses first: that is where most development servers listen.
 async fn connect(own: IpAddr, port: u16) -> io::Result<TcpStream> {
-    let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
+    let loopback = [
+        IpAddr::V4(Ipv4Addr::LOCALHOST),
+        IpAddr::V6(Ipv6Addr::LOCALHOST),
+    ];
     let own = (!own.is_loopback()).then_some(own);
     let mut last = io::Error::from(io::ErrorKind::ConnectionRefused);
     for ip in loopback.into_iter().chain(own) {
@@ -85,7 +101,10 @@ async fn connect(own: IpAddr, port: u16) -> io::Result<TcpStream> {
 async fn copy(agent: Arc<Agent>, upgrade: OnUpgrade, mut target: TcpStream, _guard: StreamGuard) {
     let Ok(upgraded) = upgrade.await else { return };
     let _ = target.set_nodelay(true);
-    let mut client = Counted { inner: TokioIo::new(upgraded), agent: Arc::clone(&agent) };
+    let mut client = Counted {
+        inner: TokioIo::new(upgraded),
+        agent: Arc::clone(&agent),
+    };
     let pump = tokio::io::copy_bidirectional_with_sizes(
         &mut client,
         &mut target,

@@ -49,12 +49,18 @@ impl Snapshot {
 
     /// The name of a user id, or the number as text.
     pub fn user_name(&self, uid: u32) -> String {
-        self.user_names.get(&uid).cloned().unwrap_or_else(|| uid.to_string())
+        self.user_names
+            .get(&uid)
+            .cloned()
+            .unwrap_or_else(|| uid.to_string())
     }
 
     /// The name of a group id, or the number as text.
     pub fn group_name(&self, gid: u32) -> String {
-        self.group_names.get(&gid).cloned().unwrap_or_else(|| gid.to_string())
+        self.group_names
+            .get(&gid)
+            .cloned()
+            .unwrap_or_else(|| gid.to_string())
     }
 
     fn parse(passwd: &str, group: &str) -> Self {
@@ -62,9 +68,16 @@ impl Snapshot {
         let mut members: HashMap<&str, Vec<u32>> = HashMap::new();
         for line in group.lines() {
             let fields: Vec<&str> = line.split(':').collect();
-            let [name, _, gid, ..] = fields[..] else { continue };
-            let Ok(gid) = gid.parse::<u32>() else { continue };
-            snapshot.group_names.entry(gid).or_insert_with(|| name.to_owned());
+            let [name, _, gid, ..] = fields[..] else {
+                continue;
+            };
+            let Ok(gid) = gid.parse::<u32>() else {
+                continue;
+            };
+            snapshot
+                .group_names
+                .entry(gid)
+                .or_insert_with(|| name.to_owned());
             let list = fields.get(3).copied().unwrap_or_default();
             for member in list.split(',').map(str::trim).filter(|m| !m.is_empty()) {
                 members.entry(member).or_default().push(gid);
@@ -72,8 +85,12 @@ impl Snapshot {
         }
         for line in passwd.lines() {
             let fields: Vec<&str> = line.split(':').collect();
-            let [name, _, uid, gid, _, home, ..] = fields[..] else { continue };
-            let (Ok(uid), Ok(gid)) = (uid.parse::<u32>(), gid.parse::<u32>()) else { continue };
+            let [name, _, uid, gid, _, home, ..] = fields[..] else {
+                continue;
+            };
+            let (Ok(uid), Ok(gid)) = (uid.parse::<u32>(), gid.parse::<u32>()) else {
+                continue;
+            };
             if name.is_empty() {
                 continue;
             }
@@ -84,9 +101,16 @@ impl Snapshot {
                 }
             }
             let or = |text: &str, default: &str| {
-                if text.is_empty() { default.to_owned() } else { text.to_owned() }
+                if text.is_empty() {
+                    default.to_owned()
+                } else {
+                    text.to_owned()
+                }
             };
-            snapshot.user_names.entry(uid).or_insert_with(|| name.to_owned());
+            snapshot
+                .user_names
+                .entry(uid)
+                .or_insert_with(|| name.to_owned());
             snapshot.users.push(User {
                 name: name.to_owned(),
                 uid,
@@ -113,7 +137,9 @@ pub struct UserDb {
 impl UserDb {
     /// Reads the files for the first time.
     pub fn new() -> Self {
-        let db = Self { last: Mutex::new(Arc::new(Snapshot::root_only())) };
+        let db = Self {
+            last: Mutex::new(Arc::new(Snapshot::root_only())),
+        };
         db.snapshot();
         db
     }
@@ -134,7 +160,10 @@ impl UserDb {
 
 /// Reads a small regular file. It must not wait on a FIFO that somebody put in its place.
 fn read_bounded(path: &Path) -> io::Result<String> {
-    let file = std::fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let file = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
     if !file.metadata()?.is_file() {
         return Err(io::ErrorKind::InvalidData.into());
     }

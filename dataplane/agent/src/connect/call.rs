@@ -41,14 +41,20 @@ pub enum Shape {
 pub fn refuse<B>(request: &Request<B>, shape: Shape) -> Option<Reply> {
     if request.method() != Method::POST {
         let mut reply = status_only(StatusCode::METHOD_NOT_ALLOWED);
-        reply.headers_mut().insert(ALLOW, HeaderValue::from_static("POST"));
+        reply
+            .headers_mut()
+            .insert(ALLOW, HeaderValue::from_static("POST"));
         return Some(reply);
     }
     let wanted = match shape {
         Shape::Unary => UNARY_TYPE,
         Shape::Stream => STREAM_TYPE,
     };
-    let given = request.headers().get(CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or("");
+    let given = request
+        .headers()
+        .get(CONTENT_TYPE)
+        .and_then(|v| v.to_str().ok())
+        .unwrap_or("");
     let media = given.split(';').next().unwrap_or_default().trim();
     if media.eq_ignore_ascii_case(wanted) {
         return None;
@@ -58,7 +64,9 @@ pub fn refuse<B>(request: &Request<B>, shape: Shape) -> Option<Reply> {
     );
     let body = serde_json::json!({"code": "unknown", "message": message}).to_string();
     let mut reply = json(StatusCode::UNSUPPORTED_MEDIA_TYPE, body);
-    reply.headers_mut().insert("accept-post", HeaderValue::from_static(wanted));
+    reply
+        .headers_mut()
+        .insert("accept-post", HeaderValue::from_static(wanted));
     Some(reply)
 }
 
@@ -66,12 +74,16 @@ pub fn refuse<B>(request: &Request<B>, shape: Shape) -> Option<Reply> {
 ///
 /// Errors: `invalid_argument` if it is no number of the allowed length.
 pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, RpcError> {
-    let Some(value) = headers.get(TIMEOUT_HEADER) else { return Ok(None) };
+    let Some(value) = headers.get(TIMEOUT_HEADER) else {
+        return Ok(None);
+    };
     let text = value.to_str().unwrap_or_default().trim();
     match text.parse::<u64>() {
         Ok(0) => Ok(None),
         Ok(ms) if ms <= TIMEOUT_MS_MAX => Ok(Some(Duration::from_millis(ms))),
-        _ => Err(RpcError::invalid("Connect-Timeout-Ms must be a positive number of ≤ 10 digits")),
+        _ => Err(RpcError::invalid(
+            "Connect-Timeout-Ms must be a positive number of ≤ 10 digits",
+        )),
     }
 }
 
@@ -82,14 +94,20 @@ pub fn keepalive(headers: &HeaderMap) -> Duration {
         .and_then(|value| value.to_str().ok())
         .and_then(|text| text.trim().parse::<u32>().ok())
         .filter(|seconds| *seconds > 0);
-    seconds.map_or(crate::limits::KEEPALIVE_DEFAULT, |s| Duration::from_secs(u64::from(s)))
+    seconds.map_or(crate::limits::KEEPALIVE_DEFAULT, |s| {
+        Duration::from_secs(u64::from(s))
+    })
 }
 
 /// Reads a JSON message.
 ///
 /// Errors: `invalid_argument`. An empty message means all defaults.
 pub fn parse<T: DeserializeOwned>(message: &[u8]) -> Result<T, RpcError> {
-    let message = if message.trim_ascii().is_empty() { b"{}" } else { message };
+    let message = if message.trim_ascii().is_empty() {
+        b"{}"
+    } else {
+        message
+    };
     serde_json::from_slice(message)
         .map_err(|err| RpcError::invalid(format!("cannot read the message: {err}")))
 }
@@ -104,14 +122,23 @@ struct BoundedBody<'a> {
 
 impl<'a> BoundedBody<'a> {
     fn new(agent: &'a Agent, body: Incoming) -> Self {
-        Self { agent, body, total_bytes: 0, permits: None }
+        Self {
+            agent,
+            body,
+            total_bytes: 0,
+            permits: None,
+        }
     }
 
     async fn next(&mut self) -> Result<Option<Bytes>, RpcError> {
         loop {
-            let Some(frame) = self.body.frame().await else { return Ok(None) };
+            let Some(frame) = self.body.frame().await else {
+                return Ok(None);
+            };
             let frame = frame.map_err(|err| RpcError::invalid(format!("request body: {err}")))?;
-            let Ok(data) = frame.into_data() else { continue };
+            let Ok(data) = frame.into_data() else {
+                continue;
+            };
             self.account(data.len())?;
             return Ok(Some(data));
         }
@@ -125,9 +152,11 @@ impl<'a> BoundedBody<'a> {
             )));
         }
         let count = u32::try_from(bytes).unwrap_or(u32::MAX);
-        let more = self.agent.body_budget.try_acquire_many(count).map_err(|_| {
-            RpcError::exhausted("too many large requests at once, try again later")
-        })?;
+        let more = self
+            .agent
+            .body_budget
+            .try_acquire_many(count)
+            .map_err(|_| RpcError::exhausted("too many large requests at once, try again later"))?;
         match &mut self.permits {
             Some(permits) => permits.merge(more),
             None => self.permits = Some(more),
@@ -193,9 +222,14 @@ where
     let outcome = match timeout(&head.headers) {
         Err(err) => Err(err),
         Ok(None) => work.await,
-        Ok(Some(limit)) => timeout_at(Instant::now() + limit, work).await.unwrap_or_else(|_| {
-            Err(RpcError::new(Code::DeadlineExceeded, "the time given for the call is over"))
-        }),
+        Ok(Some(limit)) => timeout_at(Instant::now() + limit, work)
+            .await
+            .unwrap_or_else(|_| {
+                Err(RpcError::new(
+                    Code::DeadlineExceeded,
+                    "the time given for the call is over",
+                ))
+            }),
     };
     match outcome {
         Ok(message) => json(StatusCode::OK, message),
@@ -226,15 +260,27 @@ mod tests {
 
     #[test]
     fn keepalives() {
-        assert_eq!(keepalive(&headers(KEEPALIVE_HEADER, "50")), Duration::from_secs(50));
-        assert_eq!(keepalive(&headers(KEEPALIVE_HEADER, "0")), crate::limits::KEEPALIVE_DEFAULT);
-        assert_eq!(keepalive(&headers(KEEPALIVE_HEADER, "x")), crate::limits::KEEPALIVE_DEFAULT);
+        assert_eq!(
+            keepalive(&headers(KEEPALIVE_HEADER, "50")),
+            Duration::from_secs(50)
+        );
+        assert_eq!(
+            keepalive(&headers(KEEPALIVE_HEADER, "0")),
+            crate::limits::KEEPALIVE_DEFAULT
+        );
+        assert_eq!(
+            keepalive(&headers(KEEPALIVE_HEADER, "x")),
+            crate::limits::KEEPALIVE_DEFAULT
+        );
     }
 
     #[test]
     fn other_codecs_are_refused_clearly() {
         let request = |kind: &str| {
-            Request::post("/x").header(CONTENT_TYPE, kind).body(()).unwrap()
+            Request::post("/x")
+                .header(CONTENT_TYPE, kind)
+                .body(())
+                .unwrap()
         };
         assert!(refuse(&request("application/json; charset=utf-8"), Shape::Unary).is_none());
         assert!(refuse(&request("application/connect+json"), Shape::Stream).is_none());
@@ -242,6 +288,9 @@ mod tests {
         assert_eq!(refusal.status(), StatusCode::UNSUPPORTED_MEDIA_TYPE);
         assert!(refuse(&request("application/connect+proto"), Shape::Stream).is_some());
         let get = Request::get("/x").body(()).unwrap();
-        assert_eq!(refuse(&get, Shape::Unary).unwrap().status(), StatusCode::METHOD_NOT_ALLOWED);
+        assert_eq!(
+            refuse(&get, Shape::Unary).unwrap().status(),
+            StatusCode::METHOD_NOT_ALLOWED
+        );
     }
 }

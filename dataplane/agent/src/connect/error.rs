@@ -82,7 +82,10 @@ pub struct RpcError {
 impl RpcError {
     /// An error with a message.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into() }
+        Self {
+            code,
+            message: message.into(),
+        }
     }
 
     /// The caller's request is wrong.
@@ -105,9 +108,9 @@ impl RpcError {
         let code = match err.raw_os_error() {
             Some(libc::ENOENT) => Code::NotFound,
             Some(libc::EEXIST) => Code::AlreadyExists,
-            Some(libc::ENOTDIR | libc::EISDIR | libc::ENAMETOOLONG | libc::ELOOP | libc::EINVAL) => {
-                Code::InvalidArgument
-            }
+            Some(
+                libc::ENOTDIR | libc::EISDIR | libc::ENAMETOOLONG | libc::ELOOP | libc::EINVAL,
+            ) => Code::InvalidArgument,
             Some(libc::EACCES | libc::EPERM | libc::EROFS) => Code::PermissionDenied,
             Some(
                 libc::ENOSPC

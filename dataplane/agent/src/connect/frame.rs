@@ -67,9 +67,12 @@ impl Decoder {
             return Ok(None);
         }
         let flags = self.buffer[0];
-        let length =
-            u32::from_be_bytes([self.buffer[1], self.buffer[2], self.buffer[3], self.buffer[4]])
-                as usize;
+        let length = u32::from_be_bytes([
+            self.buffer[1],
+            self.buffer[2],
+            self.buffer[3],
+            self.buffer[4],
+        ]) as usize;
         if length > MESSAGE_BYTES_MAX {
             return Err(RpcError::exhausted(format!(
                 "message of {length} bytes is over the limit of {MESSAGE_BYTES_MAX} bytes"
@@ -86,7 +89,11 @@ impl Decoder {
         }
         self.buffer.advance(HEAD_BYTES);
         let message = self.buffer.split_to(length).freeze();
-        Ok(Some(if flags & FLAG_END != 0 { Frame::End } else { Frame::Message(message) }))
+        Ok(Some(if flags & FLAG_END != 0 {
+            Frame::End
+        } else {
+            Frame::Message(message)
+        }))
     }
 
     /// Whether bytes of an unfinished frame are held.
@@ -156,7 +163,10 @@ mod tests {
     fn refuses_an_absurd_length_before_it_is_buffered() {
         let mut decoder = Decoder::default();
         decoder.push(&[0, 0xff, 0xff, 0xff, 0xff]);
-        assert_eq!(decoder.next_frame().unwrap_err().code, Code::ResourceExhausted);
+        assert_eq!(
+            decoder.next_frame().unwrap_err().code,
+            Code::ResourceExhausted
+        );
     }
 
     #[test]

@@ -30,7 +30,8 @@ pub fn decode_bytes(text: &str) -> Result<Vec<u8>, base64::DecodeError> {
 /// For `#[serde(deserialize_with)]` on an optional `bytes` field.
 pub fn opt_bytes<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Vec<u8>>, D::Error> {
     let text: Option<String> = Option::deserialize(d)?;
-    text.map(|t| decode_bytes(&t).map_err(serde::de::Error::custom)).transpose()
+    text.map(|t| decode_bytes(&t).map_err(serde::de::Error::custom))
+        .transpose()
 }
 
 #[derive(Deserialize)]
@@ -101,7 +102,11 @@ fn civil_from_days(days: i64) -> (i64, i64, i64) {
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let month_from_march = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
     let year = year_of_era + era * 400 + i64::from(month <= 2);
     (year, month, day)
 }
@@ -115,8 +120,14 @@ mod tests {
     #[test]
     fn timestamps_use_the_shortest_group_of_digits() {
         assert_eq!(timestamp(0, 0), "1970-01-01T00:00:00Z");
-        assert_eq!(timestamp(951_782_400, 500_000_000), "2000-02-29T00:00:00.500Z");
-        assert_eq!(timestamp(1_764_597_755, 123_456_789), "2025-12-01T14:02:35.123456789Z");
+        assert_eq!(
+            timestamp(951_782_400, 500_000_000),
+            "2000-02-29T00:00:00.500Z"
+        );
+        assert_eq!(
+            timestamp(1_764_597_755, 123_456_789),
+            "2025-12-01T14:02:35.123456789Z"
+        );
         assert_eq!(timestamp(-1, 1000), "1969-12-31T23:59:59.000001Z");
     }
 

@@ -40,7 +40,10 @@ impl StreamOut {
     }
 
     async fn put(&self, frame: Bytes) -> Result<(), Gone> {
-        self.queue.send_timeout(Ok(frame), STREAM_STALL_MAX).await.map_err(|_| Gone)
+        self.queue
+            .send_timeout(Ok(frame), STREAM_STALL_MAX)
+            .await
+            .map_err(|_| Gone)
     }
 
     /// Waits until the client is gone.
@@ -63,7 +66,11 @@ where
             let _ = queue.try_send(Ok(encode_end(Some(&err))));
         }
         Ok(guard) => {
-            let out = Arc::new(StreamOut { agent: Arc::clone(agent), queue, _guard: guard });
+            let out = Arc::new(StreamOut {
+                agent: Arc::clone(agent),
+                queue,
+                _guard: guard,
+            });
             let work = run(Arc::clone(&out));
             tokio::spawn(async move {
                 let outcome = work.await;

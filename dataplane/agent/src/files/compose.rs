@@ -60,7 +60,9 @@ fn compose(
         return Err(FileError::bad("source_paths must not be empty"));
     }
     if request.source_paths.len() > COMPOSE_SOURCES_MAX {
-        return Err(FileError::bad(format!("more than {COMPOSE_SOURCES_MAX} source_paths")));
+        return Err(FileError::bad(format!(
+            "more than {COMPOSE_SOURCES_MAX} source_paths"
+        )));
     }
     if request.destination.is_empty() {
         return Err(FileError::bad("destination is required"));
@@ -87,10 +89,13 @@ fn compose(
             }
         }
     }
-    let failed = |err: io::Error| FileError::from_io(&format!("error composing '{destination}'"), &err);
+    let failed =
+        |err: io::Error| FileError::from_io(&format!("error composing '{destination}'"), &err);
     ensure_dirs(&parent(&destination), user.uid, user.gid).map_err(failed)?;
     if Path::new(&destination).is_dir() {
-        return Err(FileError::bad(format!("path is a directory: {destination}")));
+        return Err(FileError::bad(format!(
+            "path is a directory: {destination}"
+        )));
     }
     // The destination changes in one step, so that a failure leaves it as it was.
     let unfinished = format!("{destination}.compose-{}", unique());
@@ -108,7 +113,11 @@ fn compose(
 }
 
 fn join(sources: &[String], path: &str, uid: u32, gid: u32) -> io::Result<()> {
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o666).open(path)?;
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o666)
+        .open(path)?;
     fchown(&file, Some(uid), Some(gid))?;
     for source in sources {
         io::copy(&mut File::open(source)?, &mut file)?;

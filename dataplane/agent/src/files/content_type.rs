@@ -10,7 +10,9 @@ const UTF8_BYTES_MAX: usize = 4;
 
 /// By the name's ending, else by the first bytes of the content.
 pub fn guess(name: &str, start: &[u8]) -> &'static str {
-    let ending = name.rsplit_once('.').map(|(_, ending)| ending.to_ascii_lowercase());
+    let ending = name
+        .rsplit_once('.')
+        .map(|(_, ending)| ending.to_ascii_lowercase());
     by_ending(ending.as_deref().unwrap_or_default()).unwrap_or_else(|| by_content(start))
 }
 
@@ -51,7 +53,11 @@ fn by_content(start: &[u8]) -> &'static str {
         Err(err) => err.error_len().is_none() && start.len() - err.valid_up_to() < UTF8_BYTES_MAX,
     };
     let control = |byte: &u8| *byte < 0x20 && !matches!(*byte, b'\t' | b'\n' | b'\r' | 0x0c | 0x1b);
-    if is_text && !start.iter().any(control) { TEXT } else { BINARY }
+    if is_text && !start.iter().any(control) {
+        TEXT
+    } else {
+        BINARY
+    }
 }
 
 /// `Content-Disposition: inline` with a file name (RFC 6266, RFC 8187).

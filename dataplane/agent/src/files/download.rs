@@ -81,7 +81,9 @@ async fn answer(
     let guard = agent.open_stream()?;
     let agent = Arc::clone(agent);
     if coding == Coding::Gzip {
-        reply.headers_mut().insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
+        reply
+            .headers_mut()
+            .insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
         if !head_only {
             *reply.body_mut() = send(agent, guard, opened, None, Coding::Gzip);
         }
@@ -95,9 +97,13 @@ async fn answer(
         }
         return Ok(reply);
     }
-    let wanted = headers.get(RANGE).filter(|_| range_applies(headers, &opened.meta, &etag));
+    let wanted = headers
+        .get(RANGE)
+        .filter(|_| range_applies(headers, &opened.meta, &etag));
     let range = range::parse(wanted.and_then(|value| value.to_str().ok()), size);
-    reply.headers_mut().insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+    reply
+        .headers_mut()
+        .insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     let (start, length) = match range {
         Range::Whole => (0, size),
         Range::Part { start, length } => {
@@ -116,7 +122,13 @@ async fn answer(
     };
     reply.headers_mut().insert(CONTENT_LENGTH, length.into());
     if !head_only && length > 0 {
-        *reply.body_mut() = send(agent, guard, opened, Some((start, length)), Coding::Identity);
+        *reply.body_mut() = send(
+            agent,
+            guard,
+            opened,
+            Some((start, length)),
+            Coding::Identity,
+        );
     }
     Ok(reply)
 }
@@ -126,11 +138,15 @@ fn open(agent: &Arc<Agent>, headers: &HeaderMap, query: &Query) -> Result<Opened
     let given = query.get("path").unwrap_or_default();
     let path = resolve(given, &user, agent.default_dir().as_deref())?;
     // Not blocking: a FIFO would wait for a writer that never comes.
-    let opened = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(&path);
+    let opened = File::options()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(&path);
     let mut file = opened.map_err(|err| match err.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
-            FileError::new(StatusCode::NOT_FOUND, format!("path '{path}' does not exist"))
-        }
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => FileError::new(
+            StatusCode::NOT_FOUND,
+            format!("path '{path}' does not exist"),
+        ),
         _ if err.raw_os_error() == Some(libc::ENXIO) => not_regular(&path),
         _ => FileError::from_io(&format!("error opening file '{path}'"), &err),
     })?;
@@ -145,7 +161,12 @@ fn open(agent: &Arc<Agent>, headers: &HeaderMap, query: &Query) -> Result<Opened
     let mut start = vec![0; SNIFF_BYTES];
     let length = file.read(&mut start).map_err(failed)?;
     start.truncate(length);
-    Ok(Opened { file, meta, name: base_name(&path).to_owned(), start })
+    Ok(Opened {
+        file,
+        meta,
+        name: base_name(&path).to_owned(),
+        start,
+    })
 }
 
 fn not_regular(path: &str) -> FileError {
@@ -161,8 +182,13 @@ fn insert(reply: &mut Reply, name: HeaderName, value: &str) {
 /// Sets the headers that every answer about the file has; gives its entity tag.
 fn describe(reply: &mut Reply, opened: &Opened) -> String {
     let meta = &opened.meta;
-    let etag =
-        format!("\"{:x}.{:x}-{:x}-{:x}\"", meta.mtime(), meta.mtime_nsec(), meta.len(), meta.ino());
+    let etag = format!(
+        "\"{:x}.{:x}-{:x}-{:x}\"",
+        meta.mtime(),
+        meta.mtime_nsec(),
+        meta.len(),
+        meta.ino()
+    );
     insert(reply, ETAG, &etag);
     if let Ok(time) = meta.modified() {
         // The HTTP date has no years before 1970 and none after 9999.
@@ -170,9 +196,19 @@ fn describe(reply: &mut Reply, opened: &Opened) -> String {
             insert(reply, LAST_MODIFIED, &httpdate::fmt_http_date(time));
         }
     }
-    insert(reply, CONTENT_DISPOSITION, &content_type::disposition(&opened.name));
-    insert(reply, CONTENT_TYPE, content_type::guess(&opened.name, &opened.start));
-    reply.headers_mut().insert(VARY, HeaderValue::from_static("Accept-Encoding"));
+    insert(
+        reply,
+        CONTENT_DISPOSITION,
+        &content_type::disposition(&opened.name),
+    );
+    insert(
+        reply,
+        CONTENT_TYPE,
+        content_type::guess(&opened.name, &opened.start),
+    );
+    reply
+        .headers_mut()
+        .insert(VARY, HeaderValue::from_static("Accept-Encoding"));
     etag
 }
 
@@ -190,9 +226,10 @@ fn changed_since(meta: &Metadata, date: &str) -> Option<bool> {
 /// RFC 9110, section 13.1: `If-None-Match` decides if it is there, else `If-Modified-Since`.
 fn is_unchanged(headers: &HeaderMap, meta: &Metadata, etag: &str) -> bool {
     if let Some(tags) = text(headers, &IF_NONE_MATCH) {
-        return tags.split(',').map(str::trim).any(|tag| {
-            tag == "*" || tag.strip_prefix("W/").unwrap_or(tag) == etag
-        });
+        return tags
+            .split(',')
+            .map(str::trim)
+            .any(|tag| tag == "*" || tag.strip_prefix("W/").unwrap_or(tag) == etag);
     }
     let since = text(headers, &IF_MODIFIED_SINCE);
     since.and_then(|date| changed_since(meta, date)) == Some(false)
@@ -235,7 +272,9 @@ fn send(
             };
             source = back;
             agent.touch();
-            let Some(piece) = piece.transpose() else { return };
+            let Some(piece) = piece.transpose() else {
+                return;
+            };
             let failed = piece.is_err();
             if queue.send_timeout(piece, STREAM_STALL_MAX).await.is_err() || failed {
                 return;
@@ -270,7 +309,9 @@ impl Source {
             if !packed {
                 return Ok(plain);
             }
-            let Some(encoder) = &mut self.gzip else { return Ok(None) };
+            let Some(encoder) = &mut self.gzip else {
+                return Ok(None);
+            };
             match plain {
                 Some(plain) => {
                     encoder.write_all(&plain)?;
@@ -278,7 +319,14 @@ impl Source {
                         return Ok(Some(std::mem::take(encoder.get_mut()).into()));
                     }
                 }
-                None => return self.gzip.take().map(GzEncoder::finish).transpose().map(|last| last.map(Bytes::from)),
+                None => {
+                    return self
+                        .gzip
+                        .take()
+                        .map(GzEncoder::finish)
+                        .transpose()
+                        .map(|last| last.map(Bytes::from));
+                }
             }
         }
     }
@@ -336,7 +384,9 @@ mod tests {
         assert_eq!(drain(source(None, 0, false)), data);
         let packed = drain(source(None, 0, true));
         let mut plain = Vec::new();
-        flate2::read::GzDecoder::new(&packed[..]).read_to_end(&mut plain).unwrap();
+        flate2::read::GzDecoder::new(&packed[..])
+            .read_to_end(&mut plain)
+            .unwrap();
         assert_eq!(plain, data);
         let (_, short) = source(Some(5), 600_000, false).next();
         assert_eq!(short.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);

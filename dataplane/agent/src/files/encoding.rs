@@ -27,7 +27,10 @@ fn accepted(headers: &HeaderMap) -> Accepted {
     let mut identity = None;
     let mut any = None;
     let mut others = false;
-    let values = headers.get_all(ACCEPT_ENCODING).iter().filter_map(|value| value.to_str().ok());
+    let values = headers
+        .get_all(ACCEPT_ENCODING)
+        .iter()
+        .filter_map(|value| value.to_str().ok());
     for item in values.flat_map(|value| value.split(',')) {
         let mut parts = item.split(';').map(str::trim);
         let name = parts.next().unwrap_or_default().to_ascii_lowercase();
@@ -66,14 +69,16 @@ pub fn choose(headers: &HeaderMap, gzip_possible: bool) -> Option<Coding> {
 ///
 /// Errors: a message for a 400 answer.
 pub fn of_upload(headers: &HeaderMap) -> Result<Coding, String> {
-    let given = headers.get(CONTENT_ENCODING).map(|value| value.to_str().unwrap_or("?").trim());
+    let given = headers
+        .get(CONTENT_ENCODING)
+        .map(|value| value.to_str().unwrap_or("?").trim());
     match given {
         None | Some("") => Ok(Coding::Identity),
         Some(name) if name.eq_ignore_ascii_case("identity") => Ok(Coding::Identity),
         Some(name) if name.eq_ignore_ascii_case("gzip") => Ok(Coding::Gzip),
-        Some(name) => {
-            Err(format!("unsupported Content-Encoding: {name}, supported: [identity, gzip]"))
-        }
+        Some(name) => Err(format!(
+            "unsupported Content-Encoding: {name}, supported: [identity, gzip]"
+        )),
     }
 }
 

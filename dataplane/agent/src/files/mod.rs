@@ -32,7 +32,10 @@ pub struct FileError {
 
 impl FileError {
     fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into() }
+        Self {
+            status,
+            message: message.into(),
+        }
     }
 
     fn bad(message: impl Into<String>) -> Self {
@@ -92,7 +95,11 @@ fn authorize(
 }
 
 /// The user of a file call: `username`, else the caller's name, else the default. Blocks.
-fn file_user(agent: &Arc<Agent>, headers: &HeaderMap, name: Option<&str>) -> Result<User, FileError> {
+fn file_user(
+    agent: &Arc<Agent>,
+    headers: &HeaderMap,
+    name: Option<&str>,
+) -> Result<User, FileError> {
     let given = name.filter(|name| !name.is_empty()).map(str::to_owned);
     let name = given.or_else(|| basic_user(headers));
     let name = name.or_else(|| agent.settings().default_user.clone());

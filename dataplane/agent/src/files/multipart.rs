@@ -121,7 +121,11 @@ impl Multipart {
         if self.buffer.starts_with(b"--") {
             return Ok(Some(true));
         }
-        let padding = self.buffer.iter().take_while(|byte| matches!(**byte, b' ' | b'\t')).count();
+        let padding = self
+            .buffer
+            .iter()
+            .take_while(|byte| matches!(**byte, b' ' | b'\t'))
+            .count();
         if padding > PART_HEAD_BYTES_MAX {
             return Err("too much white space after a boundary");
         }
@@ -147,7 +151,9 @@ impl Multipart {
         }
         let raw = self.buffer.split_to(end + 4);
         self.state = State::Data;
-        Ok(Some(Piece::Head(parse_head(&String::from_utf8_lossy(&raw)))))
+        Ok(Some(Piece::Head(parse_head(&String::from_utf8_lossy(
+            &raw,
+        )))))
     }
 
     fn data(&mut self) -> Option<Piece> {
@@ -171,9 +177,13 @@ impl Multipart {
 fn parse_head(text: &str) -> PartHead {
     let line = text.lines().find_map(|line| {
         let (name, value) = line.split_once(':')?;
-        name.trim().eq_ignore_ascii_case("content-disposition").then_some(value)
+        name.trim()
+            .eq_ignore_ascii_case("content-disposition")
+            .then_some(value)
     });
-    let Some(value) = line else { return PartHead::default() };
+    let Some(value) = line else {
+        return PartHead::default();
+    };
     let extended = parameter(value, "filename*").and_then(|text| decode_extended(&text));
     PartHead {
         name: parameter(value, "name"),
@@ -248,8 +258,10 @@ mod tests {
 
     const TYPE: &str = "multipart/form-data; boundary=XyZ";
 
+    type Files = Vec<(Option<String>, Vec<u8>)>;
+
     /// Cuts `wire` and gives all files, and whether the body was whole.
-    fn read(wire: &[u8], cut: usize) -> Result<(Vec<(Option<String>, Vec<u8>)>, bool), &'static str> {
+    fn read(wire: &[u8], cut: usize) -> Result<(Files, bool), &'static str> {
         let mut multipart = Multipart::new(TYPE)?;
         let mut files = Vec::new();
         let mut open: Option<(Option<String>, Vec<u8>)> = None;
@@ -270,7 +282,9 @@ mod tests {
     fn write(parts: &[(String, Vec<u8>)]) -> Vec<u8> {
         let mut wire = b"preamble".to_vec();
         for (name, data) in parts {
-            wire.extend_from_slice(b"\r\n--XyZ\r\nContent-Disposition: form-data; name=\"file\"; filename=\"");
+            wire.extend_from_slice(
+                b"\r\n--XyZ\r\nContent-Disposition: form-data; name=\"file\"; filename=\"",
+            );
             wire.extend_from_slice(name.as_bytes());
             wire.extend_from_slice(b"\"\r\nContent-Type: text/plain\r\n\r\n");
             wire.extend_from_slice(data);
@@ -300,13 +314,25 @@ mod tests {
     fn heads() {
         let head = |text: &str| parse_head(&format!("\r\nContent-Disposition: {text}\r\n\r\n"));
         let name = |text: &str| head(text).file_name;
-        assert_eq!(name(r#"form-data; name="file"; filename="/a/b;c=d.txt""#).as_deref(), Some("/a/b;c=d.txt"));
-        assert_eq!(name(r#"form-data; filename="q\"\\x\y""#).as_deref(), Some(r#"q"\x\y"#));
-        assert_eq!(name("form-data; name=file; filename=plain").as_deref(), Some("plain"));
+        assert_eq!(
+            name(r#"form-data; name="file"; filename="/a/b;c=d.txt""#).as_deref(),
+            Some("/a/b;c=d.txt")
+        );
+        assert_eq!(
+            name(r#"form-data; filename="q\"\\x\y""#).as_deref(),
+            Some(r#"q"\x\y"#)
+        );
+        assert_eq!(
+            name("form-data; name=file; filename=plain").as_deref(),
+            Some("plain")
+        );
         let both = r#"form-data; filename="x"; filename*=UTF-8''%C3%A4%2Fb"#;
         assert_eq!(name(both).as_deref(), Some("ä/b"));
         assert_eq!(name("form-data; name=file"), None);
-        assert_eq!(head(r#"form-data; name="file""#).name.as_deref(), Some("file"));
+        assert_eq!(
+            head(r#"form-data; name="file""#).name.as_deref(),
+            Some("file")
+        );
     }
 
     proptest! {

@@ -19,13 +19,18 @@ pub enum Range {
 
 /// Reads a `Range` header for a file of `size` bytes.
 pub fn parse(header: Option<&str>, size: u64) -> Range {
-    let Some(spec) = header.map(str::trim).and_then(|text| text.strip_prefix("bytes=")) else {
+    let Some(spec) = header
+        .map(str::trim)
+        .and_then(|text| text.strip_prefix("bytes="))
+    else {
         return Range::Whole;
     };
     if spec.contains(',') {
         return Range::Unsatisfiable;
     }
-    let Some((first, last)) = spec.trim().split_once('-') else { return Range::Whole };
+    let Some((first, last)) = spec.trim().split_once('-') else {
+        return Range::Whole;
+    };
     match (number(first), number(last)) {
         // The last so many bytes.
         (None, Some(count)) if first.trim().is_empty() => {
@@ -33,7 +38,10 @@ pub fn parse(header: Option<&str>, size: u64) -> Range {
             if length == 0 {
                 return Range::Unsatisfiable;
             }
-            Range::Part { start: size - length, length }
+            Range::Part {
+                start: size - length,
+                length,
+            }
         }
         (Some(start), None) if last.trim().is_empty() => part(start, u64::MAX, size),
         (Some(start), Some(last)) if start <= last => part(start, last, size),
@@ -45,7 +53,10 @@ fn part(start: u64, last: u64, size: u64) -> Range {
     if start >= size {
         return Range::Unsatisfiable;
     }
-    Range::Part { start, length: last.min(size - 1) - start + 1 }
+    Range::Part {
+        start,
+        length: last.min(size - 1) - start + 1,
+    }
 }
 
 /// Digits only: no sign, as `parse` alone would take. More than 64 bits means "to the end".
@@ -67,11 +78,41 @@ mod tests {
     fn forms() {
         let at = |text: &str| parse(Some(text), 10);
         assert_eq!(parse(None, 10), Range::Whole);
-        assert_eq!(at("bytes=0-3"), Range::Part { start: 0, length: 4 });
-        assert_eq!(at("bytes=5-"), Range::Part { start: 5, length: 5 });
-        assert_eq!(at("bytes=-3"), Range::Part { start: 7, length: 3 });
-        assert_eq!(at("bytes=-30"), Range::Part { start: 0, length: 10 });
-        assert_eq!(at("bytes=9-99999999999999999999999"), Range::Part { start: 9, length: 1 });
+        assert_eq!(
+            at("bytes=0-3"),
+            Range::Part {
+                start: 0,
+                length: 4
+            }
+        );
+        assert_eq!(
+            at("bytes=5-"),
+            Range::Part {
+                start: 5,
+                length: 5
+            }
+        );
+        assert_eq!(
+            at("bytes=-3"),
+            Range::Part {
+                start: 7,
+                length: 3
+            }
+        );
+        assert_eq!(
+            at("bytes=-30"),
+            Range::Part {
+                start: 0,
+                length: 10
+            }
+        );
+        assert_eq!(
+            at("bytes=9-99999999999999999999999"),
+            Range::Part {
+                start: 9,
+                length: 1
+            }
+        );
         assert_eq!(at("bytes=10-"), Range::Unsatisfiable);
         assert_eq!(at("bytes=-0"), Range::Unsatisfiable);
         assert_eq!(at("bytes=0-1,3-4"), Range::Unsatisfiable);

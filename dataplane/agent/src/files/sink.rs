@@ -62,17 +62,33 @@ impl Sink {
             }
             Ok(meta) if meta.is_file() => Target::Existing(Spool::Memory(Vec::new())),
             Ok(meta) if meta.file_type().is_char_device() => {
-                let opened = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(path);
+                let opened = OpenOptions::new()
+                    .write(true)
+                    .custom_flags(libc::O_NONBLOCK)
+                    .open(path);
                 Target::Device(opened.map_err(|err| io("error opening file", err))?)
             }
-            Ok(_) => return Err(FileError::bad(format!("path is not a regular file: {path}"))),
+            Ok(_) => {
+                return Err(FileError::bad(format!(
+                    "path is not a regular file: {path}"
+                )));
+            }
             Err(err) if err.kind() == io::ErrorKind::NotFound => {
-                let file = OpenOptions::new().write(true).create(true).mode(FILE_MODE).open(path);
+                let file = OpenOptions::new()
+                    .write(true)
+                    .create(true)
+                    .mode(FILE_MODE)
+                    .open(path);
                 Target::New(file.map_err(|err| io("error opening file", err))?)
             }
             Err(err) => return Err(io("error getting file info of", err)),
         };
-        let sink = Self { path: PathBuf::from(path), uid, gid, target };
+        let sink = Self {
+            path: PathBuf::from(path),
+            uid,
+            gid,
+            target,
+        };
         if let Target::New(file) = &sink.target {
             fchown(file, Some(uid), Some(gid)).map_err(|err| io("error changing owner of", err))?;
         }
@@ -177,7 +193,10 @@ mod tests {
     use super::*;
 
     fn ids() -> (u32, u32) {
-        (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw())
+        (
+            rustix::process::getuid().as_raw(),
+            rustix::process::getgid().as_raw(),
+        )
     }
 
     fn open(path: &Path) -> Result<Sink, FileError> {
@@ -227,7 +246,14 @@ mod tests {
         fs::write(dir.path().join("f"), "").unwrap();
         assert!(open(&dir.path().join("f/g")).is_err());
         let pipe = dir.path().join("pipe");
-        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, Mode::RWXU, 0).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &pipe,
+            rustix::fs::FileType::Fifo,
+            Mode::RWXU,
+            0,
+        )
+        .unwrap();
         assert!(open(&pipe).is_err());
         symlink("made", dir.path().join("link")).unwrap();
         drop(open(&dir.path().join("link")).unwrap());

@@ -33,7 +33,12 @@ const FILE_FIELD: &str = "file";
 pub async fn serve(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {
     let (head, body) = request.into_parts();
     let query = Query::parse(head.uri.query());
-    let mut body = UploadBody { agent: Arc::clone(agent), body, unpacker: None, rest: Bytes::new() };
+    let mut body = UploadBody {
+        agent: Arc::clone(agent),
+        body,
+        unpacker: None,
+        rest: Bytes::new(),
+    };
     match receive(agent, &head.headers, &query, &mut body).await {
         Ok(entries) => json_reply(StatusCode::OK, Value::from(entries).to_string()),
         Err(err) => {
@@ -60,10 +65,22 @@ async fn receive(
     let user = pool::run(move || file_user(&known, &asked, name.as_deref()))
         .await
         .map_err(|err| FileError::from_io("looking up the user", &err))??;
-    let upload =
-        Upload { user, default_dir: agent.default_dir(), metadata: Arc::new(metadata), entries: Vec::new() };
-    let kind = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let media = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let upload = Upload {
+        user,
+        default_dir: agent.default_dir(),
+        metadata: Arc::new(metadata),
+        entries: Vec::new(),
+    };
+    let kind = headers
+        .get(CONTENT_TYPE)
+        .and_then(|value| value.to_str().ok())
+        .unwrap_or_default();
+    let media = kind
+        .split(';')
+        .next()
+        .unwrap_or_default()
+        .trim()
+        .to_ascii_lowercase();
     let path = query.get("path");
     if media == "application/octet-stream" {
         let path = path.ok_or_else(|| {
@@ -91,10 +108,13 @@ struct UploadBody {
 
 impl UploadBody {
     async fn next(&mut self) -> Result<Option<Bytes>, FileError> {
-        let packed = |err: io::Error| FileError::bad(format!("error decompressing request body: {err}"));
+        let packed =
+            |err: io::Error| FileError::bad(format!("error decompressing request body: {err}"));
         loop {
             if !self.rest.is_empty() {
-                let Some(unpacker) = &mut self.unpacker else { return Ok(None) };
+                let Some(unpacker) = &mut self.unpacker else {
+                    return Ok(None);
+                };
                 if matches!(unpacker, Unpacker::Identity) {
                     return Ok(Some(std::mem::take(&mut self.rest)));
                 }
@@ -190,13 +210,19 @@ impl Upload {
             return Ok(None);
         }
         if self.entries.len() >= UPLOAD_FILES_MAX {
-            return Err(FileError::bad(format!("more than {UPLOAD_FILES_MAX} files at once")));
+            return Err(FileError::bad(format!(
+                "more than {UPLOAD_FILES_MAX} files at once"
+            )));
         }
-        let named = path.or(head.file_name.as_deref()).ok_or_else(|| {
-            FileError::bad("filename not found in Content-Disposition header")
-        })?;
+        let named = path
+            .or(head.file_name.as_deref())
+            .ok_or_else(|| FileError::bad("filename not found in Content-Disposition header"))?;
         let path = resolve(named, &self.user, self.default_dir.as_deref())?;
-        if self.entries.iter().any(|entry| entry["path"] == path.as_str()) {
+        if self
+            .entries
+            .iter()
+            .any(|entry| entry["path"] == path.as_str())
+        {
             return Err(FileError::bad(format!(
                 "you cannot upload multiple files to the same path '{path}' in one upload \
                  request, only the first specified file was uploaded"
@@ -220,7 +246,11 @@ impl FileWriter {
         let sink = pool::run(move || Sink::open(&target, uid, gid))
             .await
             .map_err(|err| FileError::from_io("opening", &err))??;
-        Ok(Self { path: path.to_owned(), sink: Some(sink), pending: Vec::new() })
+        Ok(Self {
+            path: path.to_owned(),
+            sink: Some(sink),
+            pending: Vec::new(),
+        })
     }
 
     async fn write(&mut self, data: &[u8]) -> Result<(), FileError> {
@@ -228,7 +258,9 @@ impl FileWriter {
         if self.pending.len() < FILE_CHUNK_BYTES {
             return Ok(());
         }
-        let Some(mut sink) = self.sink.take() else { return Err(self.failed(&lost())) };
+        let Some(mut sink) = self.sink.take() else {
+            return Err(self.failed(&lost()));
+        };
         let mut pending = std::mem::take(&mut self.pending);
         let work = pool::run(move || {
             let written = sink.write(&pending);
@@ -242,7 +274,9 @@ impl FileWriter {
     }
 
     async fn finish(mut self, metadata: &Arc<Metadata>) -> Result<Value, FileError> {
-        let Some(mut sink) = self.sink.take() else { return Err(self.failed(&lost())) };
+        let Some(mut sink) = self.sink.take() else {
+            return Err(self.failed(&lost()));
+        };
         let (pending, metadata) = (std::mem::take(&mut self.pending), Arc::clone(metadata));
         let path = self.path.clone();
         let work = pool::run(move || {
@@ -252,7 +286,10 @@ impl FileWriter {
             sink.finish(&metadata)?;
             Ok(metadata::read(path.as_ref()))
         });
-        let kept = work.await.and_then(|done| done).map_err(|err| self.failed(&err))?;
+        let kept = work
+            .await
+            .and_then(|done| done)
+            .map_err(|err| self.failed(&err))?;
         let mut entry = json!({"name": base_name(&self.path), "type": "file", "path": self.path});
         if !kept.is_empty() {
             entry["metadata"] = kept.into_iter().collect();

@@ -50,7 +50,10 @@ pub fn remove(path: &Path) -> io::Result<()> {
     match result {
         // A part of the path may also have become a file.
         Err(err)
-            if matches!(err.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
+            if matches!(
+                err.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            ) =>
         {
             Ok(())
         }
@@ -71,7 +74,10 @@ fn copy(source: &Path, destination: &Path) -> io::Result<()> {
         symlink(fs::read_link(source)?, destination)?;
     } else if kind.is_file() {
         // std copies inside the kernel where it can, by clone where it can.
-        io::copy(&mut File::open(source)?, &mut File::create_new(destination)?)?;
+        io::copy(
+            &mut File::open(source)?,
+            &mut File::create_new(destination)?,
+        )?;
     } else {
         let node = if kind.is_fifo() {
             FileType::Fifo
@@ -82,7 +88,13 @@ fn copy(source: &Path, destination: &Path) -> io::Result<()> {
         } else {
             FileType::CharacterDevice
         };
-        mknodat(CWD, destination, node, Mode::from_raw_mode(meta.mode() & MODE_BITS), meta.rdev())?;
+        mknodat(
+            CWD,
+            destination,
+            node,
+            Mode::from_raw_mode(meta.mode() & MODE_BITS),
+            meta.rdev(),
+        )?;
     }
     copy_facts(source, destination, &meta)
 }
@@ -91,10 +103,16 @@ fn copy(source: &Path, destination: &Path) -> io::Result<()> {
 fn copy_facts(source: &Path, destination: &Path, meta: &Metadata) -> io::Result<()> {
     lchown(destination, Some(meta.uid()), Some(meta.gid()))?;
     if !meta.is_symlink() {
-        fs::set_permissions(destination, fs::Permissions::from_mode(meta.mode() & MODE_BITS))?;
+        fs::set_permissions(
+            destination,
+            fs::Permissions::from_mode(meta.mode() & MODE_BITS),
+        )?;
     }
     copy_xattrs(source, destination);
-    let time = |seconds, nanos| Timespec { tv_sec: seconds, tv_nsec: nanos };
+    let time = |seconds, nanos| Timespec {
+        tv_sec: seconds,
+        tv_nsec: nanos,
+    };
     let times = Timestamps {
         last_access: time(meta.atime(), meta.atime_nsec()),
         last_modification: time(meta.mtime(), meta.mtime_nsec()),
@@ -106,8 +124,13 @@ fn copy_facts(source: &Path, destination: &Path, meta: &Metadata) -> io::Result<
 /// Best effort: the new file system may not take them all.
 fn copy_xattrs(source: &Path, destination: &Path) {
     let mut names = vec![0; XATTR_BYTES_MAX];
-    let Ok(length) = llistxattr(source, names.as_mut_slice()) else { return };
-    for name in names[..length].split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
+    let Ok(length) = llistxattr(source, names.as_mut_slice()) else {
+        return;
+    };
+    for name in names[..length]
+        .split(|byte| *byte == 0)
+        .filter(|name| !name.is_empty())
+    {
         let mut value = vec![0; XATTR_BYTES_MAX];
         if let Ok(length) = lgetxattr(source, name, value.as_mut_slice()) {
             let _ = lsetxattr(destination, name, &value[..length], XattrFlags::empty());
@@ -127,16 +150,34 @@ mod tests {
         fs::write(from.join("sub/f"), "text").unwrap();
         fs::set_permissions(from.join("sub/f"), fs::Permissions::from_mode(0o750)).unwrap();
         symlink("sub/f", from.join("link")).unwrap();
-        mknodat(CWD, from.join("pipe"), FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        mknodat(
+            CWD,
+            from.join("pipe"),
+            FileType::Fifo,
+            Mode::from_raw_mode(0o600),
+            0,
+        )
+        .unwrap();
         let before = fs::metadata(from.join("sub/f")).unwrap();
         move_by_copy(&from, &to).unwrap();
         assert!(!from.exists());
         let after = fs::metadata(to.join("sub/f")).unwrap();
         assert_eq!(fs::read_to_string(to.join("sub/f")).unwrap(), "text");
         assert_eq!(after.mode(), before.mode());
-        assert_eq!((after.mtime(), after.mtime_nsec()), (before.mtime(), before.mtime_nsec()));
-        assert_eq!(fs::read_link(to.join("link")).unwrap().to_str(), Some("sub/f"));
-        assert!(fs::symlink_metadata(to.join("pipe")).unwrap().file_type().is_fifo());
+        assert_eq!(
+            (after.mtime(), after.mtime_nsec()),
+            (before.mtime(), before.mtime_nsec())
+        );
+        assert_eq!(
+            fs::read_link(to.join("link")).unwrap().to_str(),
+            Some("sub/f")
+        );
+        assert!(
+            fs::symlink_metadata(to.join("pipe"))
+                .unwrap()
+                .file_type()
+                .is_fifo()
+        );
     }
 
     #[test]

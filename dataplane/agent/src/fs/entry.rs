@@ -84,12 +84,20 @@ fn permissions(meta: &Metadata) -> String {
         (kind.is_char_device(), "c"),
         (mode & libc::S_ISVTX != 0, "t"),
     ];
-    let mut text: String = qualities.iter().filter(|(is, _)| *is).map(|(_, letter)| *letter).collect();
+    let mut text: String = qualities
+        .iter()
+        .filter(|(is, _)| *is)
+        .map(|(_, letter)| *letter)
+        .collect();
     if text.is_empty() {
         text.push('-');
     }
     for (index, letter) in "rwxrwxrwx".chars().enumerate() {
-        text.push(if mode & (0o400 >> index) != 0 { letter } else { '-' });
+        text.push(if mode & (0o400 >> index) != 0 {
+            letter
+        } else {
+            '-'
+        });
     }
     text
 }
@@ -124,7 +132,10 @@ mod tests {
         let entry = look(&link);
         assert_eq!(entry["type"], TYPE_FILE);
         assert_eq!(entry["permissions"], "Lrwxrwxrwx");
-        assert_eq!(entry["symlinkTarget"], fs::canonicalize(&file).unwrap().to_str().unwrap());
+        assert_eq!(
+            entry["symlinkTarget"],
+            fs::canonicalize(&file).unwrap().to_str().unwrap()
+        );
         assert_eq!(entry["isSymlink"], true);
 
         let broken = dir.path().join("b");

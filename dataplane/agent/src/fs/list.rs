@@ -19,16 +19,23 @@ use super::entry::describe;
 /// circle of symlinks; `resource_exhausted` for more entries than the limit.
 pub fn list(path: &str, depth: usize, users: &Snapshot) -> Result<String, RpcError> {
     let real = fs::canonicalize(path).map_err(|err| match err.raw_os_error() {
-        Some(libc::ELOOP) => {
-            RpcError::new(Code::FailedPrecondition, format!("circle of symlinks at '{path}'"))
-        }
+        Some(libc::ELOOP) => RpcError::new(
+            Code::FailedPrecondition,
+            format!("circle of symlinks at '{path}'"),
+        ),
         _ => RpcError::from_io(&format!("path '{path}'"), &err),
     })?;
     let meta = fs::metadata(&real).map_err(|err| RpcError::from_io(path, &err))?;
     if !meta.is_dir() {
-        return Err(RpcError::invalid(format!("path is not a directory: {path}")));
+        return Err(RpcError::invalid(format!(
+            "path is not a directory: {path}"
+        )));
     }
-    let mut listing = Listing { json: String::from(r#"{"entries":["#), count: 0, users };
+    let mut listing = Listing {
+        json: String::from(r#"{"entries":["#),
+        count: 0,
+        users,
+    };
     listing.walk(&real, path.trim_end_matches('/'), depth)?;
     listing.json.push_str("]}");
     Ok(listing.json)
@@ -104,7 +111,9 @@ mod tests {
         let json: serde_json::Value =
             serde_json::from_str(&list(root, depth, &Snapshot::default()).unwrap()).unwrap();
         let entries = json["entries"].as_array().unwrap().iter();
-        entries.map(|e| e["path"].as_str().unwrap()[root.len()..].to_owned()).collect()
+        entries
+            .map(|e| e["path"].as_str().unwrap()[root.len()..].to_owned())
+            .collect()
     }
 
     #[test]
@@ -117,7 +126,10 @@ mod tests {
         fs::write(dir.path().join("b/z"), "").unwrap();
         symlink("b", dir.path().join("link")).unwrap();
         assert_eq!(paths(dir.path(), 1), ["/a", "/b", "/b.txt", "/link"]);
-        assert_eq!(paths(dir.path(), 2), ["/a", "/b", "/b/deep", "/b/z", "/b.txt", "/link"]);
+        assert_eq!(
+            paths(dir.path(), 2),
+            ["/a", "/b", "/b/deep", "/b/z", "/b.txt", "/link"]
+        );
         assert_eq!(paths(dir.path(), 9).len(), 7);
         assert_eq!(paths(&dir.path().join("link"), 1), ["/deep", "/z"]);
     }
@@ -127,7 +139,9 @@ mod tests {
         let dir = crate::testing::TempDir::new();
         let code = |name: &str| {
             let path = dir.path().join(name);
-            list(path.to_str().unwrap(), 1, &Snapshot::default()).unwrap_err().code
+            list(path.to_str().unwrap(), 1, &Snapshot::default())
+                .unwrap_err()
+                .code
         };
         fs::write(dir.path().join("f"), "").unwrap();
         symlink("circle", dir.path().join("circle")).unwrap();

@@ -102,15 +102,31 @@ mod tests {
         let dir = crate::testing::TempDir::new();
         let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
         let users = Snapshot::default();
-        assert!(make_dir(&at("a/b"), &own(), &users).unwrap().contains("FILE_TYPE_DIRECTORY"));
+        assert!(
+            make_dir(&at("a/b"), &own(), &users)
+                .unwrap()
+                .contains("FILE_TYPE_DIRECTORY")
+        );
         let code = |result: Result<String, RpcError>| result.unwrap_err().code;
-        assert_eq!(code(make_dir(&at("a/b"), &own(), &users)), Code::AlreadyExists);
+        assert_eq!(
+            code(make_dir(&at("a/b"), &own(), &users)),
+            Code::AlreadyExists
+        );
         fs::write(at("f"), "x").unwrap();
-        assert_eq!(code(make_dir(&at("f"), &own(), &users)), Code::InvalidArgument);
-        assert_eq!(code(make_dir(&at("f/g"), &own(), &users)), Code::InvalidArgument);
+        assert_eq!(
+            code(make_dir(&at("f"), &own(), &users)),
+            Code::InvalidArgument
+        );
+        assert_eq!(
+            code(make_dir(&at("f/g"), &own(), &users)),
+            Code::InvalidArgument
+        );
         rename(&at("f"), &at("new/place/f"), &own(), &users).unwrap();
         assert_eq!(fs::read_to_string(at("new/place/f")).unwrap(), "x");
-        assert_eq!(code(rename(&at("f"), &at("z"), &own(), &users)), Code::NotFound);
+        assert_eq!(
+            code(rename(&at("f"), &at("z"), &own(), &users)),
+            Code::NotFound
+        );
         assert!(!dir.path().join("z").exists());
         remove(&at("new")).unwrap();
         remove(&at("new")).unwrap();

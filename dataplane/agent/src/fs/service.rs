@@ -53,13 +53,21 @@ async fn with_user(
     let user = caller(agent, headers).await?;
     let agent = Arc::clone(agent);
     let done = pool::run(move || {
-        work(&user, agent.default_dir().as_deref(), &agent.users.snapshot())
+        work(
+            &user,
+            agent.default_dir().as_deref(),
+            &agent.users.snapshot(),
+        )
     });
-    done.await.map_err(|err| RpcError::from_io("file work", &err))?
+    done.await
+        .map_err(|err| RpcError::from_io("file work", &err))?
 }
 
 async fn stat(agent: &Arc<Agent>, h: HeaderMap, m: PathRequest) -> Result<String, RpcError> {
-    with_user(agent, h, move |user, dir, users| ops::stat(&resolve(&m.path, user, dir)?, users)).await
+    with_user(agent, h, move |user, dir, users| {
+        ops::stat(&resolve(&m.path, user, dir)?, users)
+    })
+    .await
 }
 
 async fn make_dir(agent: &Arc<Agent>, h: HeaderMap, m: PathRequest) -> Result<String, RpcError> {
@@ -86,5 +94,8 @@ async fn list_dir(agent: &Arc<Agent>, h: HeaderMap, m: PathRequest) -> Result<St
 }
 
 async fn remove(agent: &Arc<Agent>, h: HeaderMap, m: PathRequest) -> Result<String, RpcError> {
-    with_user(agent, h, move |user, dir, _| ops::remove(&resolve(&m.path, user, dir)?)).await
+    with_user(agent, h, move |user, dir, _| {
+        ops::remove(&resolve(&m.path, user, dir)?)
+    })
+    .await
 }

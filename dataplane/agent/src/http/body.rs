@@ -38,9 +38,9 @@ impl Body for ReplyBody {
     ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         match self.get_mut() {
             ReplyBody::Whole(content) => Poll::Ready(content.take().map(|c| Ok(Frame::data(c)))),
-            ReplyBody::Pieces(pieces) => {
-                pieces.poll_recv(cx).map(|piece| piece.map(|p| p.map(Frame::data)))
-            }
+            ReplyBody::Pieces(pieces) => pieces
+                .poll_recv(cx)
+                .map(|piece| piece.map(|p| p.map(Frame::data))),
         }
     }
 
@@ -74,8 +74,12 @@ pub fn status_only(status: StatusCode) -> Reply {
 pub fn json(status: StatusCode, body: impl Into<Bytes>) -> Reply {
     let mut reply = Response::new(ReplyBody::Whole(Some(body.into())));
     *reply.status_mut() = status;
-    reply.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    reply.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    reply
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    reply
+        .headers_mut()
+        .insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     reply
 }
 

@@ -29,7 +29,9 @@ use crate::{control, files, fs, metrics, process};
 pub async fn serve(listener: TcpListener, agent: Arc<Agent>) {
     let slots = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
-        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
+            return;
+        };
         match listener.accept().await {
             Ok((stream, _peer)) => {
                 let agent = Arc::clone(&agent);
@@ -47,7 +49,9 @@ async fn serve_connection(stream: TcpStream, agent: Arc<Agent>) {
     let _ = stream.set_nodelay(true);
     // A peer that vanished without a word is found out, whatever the request is doing.
     let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
-    let Ok(local) = stream.local_addr() else { return };
+    let Ok(local) = stream.local_addr() else {
+        return;
+    };
     let service = service_fn(move |request| answer(Arc::clone(&agent), local, request));
     // An error here is the client's: it broke off or spoke no HTTP.
     let _ = http1::Builder::new()
@@ -118,11 +122,17 @@ fn health(agent: &Agent, method: &Method) -> Reply {
 fn gate(agent: &Agent, path: &str, request: &Request<Incoming>) -> Option<Reply> {
     let ending: Option<EndReason> = *agent.ending.borrow();
     if let Some(reason) = ending {
-        return Some(error(StatusCode::SERVICE_UNAVAILABLE, reason.error().message));
+        return Some(error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            reason.error().message,
+        ));
     }
     let settings = agent.settings();
     if settings.control_token.is_none() {
-        return Some(error(StatusCode::SERVICE_UNAVAILABLE, "the sandbox is not set up yet"));
+        return Some(error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "the sandbox is not set up yet",
+        ));
     }
     // These two decide themselves: a signature may stand for the token.
     if path == "/files" {

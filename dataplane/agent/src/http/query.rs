@@ -8,12 +8,19 @@ impl Query {
     /// Reads a raw query string.
     pub fn parse(raw: Option<&str>) -> Self {
         let pairs = form_urlencoded::parse(raw.unwrap_or_default().as_bytes());
-        Self(pairs.map(|(k, v)| (k.into_owned(), v.into_owned())).collect())
+        Self(
+            pairs
+                .map(|(k, v)| (k.into_owned(), v.into_owned()))
+                .collect(),
+        )
     }
 
     /// The value of a parameter, if it is there (it may be empty).
     pub fn get(&self, name: &str) -> Option<&str> {
-        self.0.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+        self.0
+            .iter()
+            .find(|(key, _)| key == name)
+            .map(|(_, value)| value.as_str())
     }
 }
 

@@ -23,7 +23,10 @@ impl Exit {
     /// Reads a status of wait(2).
     pub fn from_wait_status(status: i32) -> Self {
         if libc::WIFSIGNALED(status) {
-            Exit::Signal { number: libc::WTERMSIG(status), core: libc::WCOREDUMP(status) }
+            Exit::Signal {
+                number: libc::WTERMSIG(status),
+                core: libc::WCOREDUMP(status),
+            }
         } else {
             Exit::Code(libc::WEXITSTATUS(status))
         }
@@ -93,7 +96,10 @@ mod tests {
     #[test]
     fn ends_read_as_clients_expect() {
         let wait = Exit::from_wait_status;
-        assert_eq!(wait(0).to_json(), json!({"exited": true, "status": "exit status 0"}));
+        assert_eq!(
+            wait(0).to_json(),
+            json!({"exited": true, "status": "exit status 0"})
+        );
         assert_eq!(
             wait(3 << 8).to_json(),
             json!({"exitCode": 3, "exited": true, "status": "exit status 3", "error": "exit status 3"})
@@ -102,7 +108,10 @@ mod tests {
             wait(9).to_json(),
             json!({"exitCode": -1, "status": "signal: killed", "error": "signal: killed"})
         );
-        assert_eq!(wait(11 | 0x80).to_json()["status"], "signal: segmentation fault (core dumped)");
+        assert_eq!(
+            wait(11 | 0x80).to_json()["status"],
+            "signal: segmentation fault (core dumped)"
+        );
         assert_eq!(wait(40).to_json()["status"], "signal: signal 40");
     }
 }

@@ -91,7 +91,9 @@ impl Process {
     }
 
     fn listeners(&self) -> MutexGuard<'_, Listeners> {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
+        self.listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Listens from now on. A process that has ended says so at once.
@@ -127,7 +129,9 @@ impl Process {
                 }
             };
             if !sent {
-                self.listeners().queues.retain(|other| !other.same_channel(&queue));
+                self.listeners()
+                    .queues
+                    .retain(|other| !other.same_channel(&queue));
             }
         }
     }
@@ -145,7 +149,12 @@ impl Process {
     /// Waits until the program has ended.
     pub async fn ended(&self) {
         // The sender lives as long as this process.
-        let _ = self.main_ended.subscribe().wait_for(|ended| *ended).await.map(|_| ());
+        let _ = self
+            .main_ended
+            .subscribe()
+            .wait_for(|ended| *ended)
+            .await
+            .map(|_| ());
     }
 
     /// Whether the program has ended.
@@ -161,7 +170,10 @@ impl Process {
             (Some(data), _) => (self.pipe()?, data),
             (None, Some(data)) => (self.terminal()?, data),
             (None, None) => {
-                return Err(RpcError::new(Code::Unimplemented, "input: give stdin or pty"));
+                return Err(RpcError::new(
+                    Code::Unimplemented,
+                    "input: give stdin or pty",
+                ));
             }
         };
         let _turn = self.feeding.lock().await;
@@ -182,7 +194,10 @@ impl Process {
         }
         match &*self.feed.lock().unwrap_or_else(PoisonError::into_inner) {
             Feed::Pipe(pipe) => Ok(Arc::clone(pipe)),
-            Feed::None => Err(RpcError::new(Code::Internal, "stdin is not enabled or closed")),
+            Feed::None => Err(RpcError::new(
+                Code::Internal,
+                "stdin is not enabled or closed",
+            )),
         }
     }
 
@@ -222,7 +237,10 @@ impl Process {
     /// Errors: `not_found` if it has ended.
     pub fn signal(&self, number: i32) -> Result<(), RpcError> {
         if self.has_ended() {
-            return Err(RpcError::not_found(format!("process {} has ended", self.pid)));
+            return Err(RpcError::not_found(format!(
+                "process {} has ended",
+                self.pid
+            )));
         }
         let pid = i32::try_from(self.pid).unwrap_or(i32::MAX);
         // SAFETY: kill(2) with plain numbers.

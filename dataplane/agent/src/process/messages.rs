@@ -13,13 +13,19 @@ use crate::connect::json::{opt_bytes, opt_u32, or_default};
 #[serde(default)]
 pub struct ProcessConfig {
     /// Program, looked for in `PATH` unless it has a slash.
-    #[serde(deserialize_with = "or_default", skip_serializing_if = "String::is_empty")]
+    #[serde(
+        deserialize_with = "or_default",
+        skip_serializing_if = "String::is_empty"
+    )]
     pub cmd: String,
     /// Arguments without the program's name.
     #[serde(deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub args: Vec<String>,
     /// Variables on top of the sandbox's.
-    #[serde(deserialize_with = "or_default", skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(
+        deserialize_with = "or_default",
+        skip_serializing_if = "BTreeMap::is_empty"
+    )]
     pub envs: BTreeMap<String, String>,
     /// Working directory.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -191,19 +197,26 @@ mod tests {
         assert_eq!(request.signal.unwrap().number().unwrap(), 9);
         let request: ProcessRequest =
             serde_json::from_str(r#"{"process":{"tag":"t"},"signal":"SIGNAL_SIGTERM"}"#).unwrap();
-        assert_eq!(request.process.name().unwrap(), ProcessName::Tag("t".into()));
+        assert_eq!(
+            request.process.name().unwrap(),
+            ProcessName::Tag("t".into())
+        );
         assert_eq!(request.signal.unwrap().number().unwrap(), 15);
         let request: ProcessRequest = serde_json::from_str(r#"{"process":null}"#).unwrap();
         assert!(request.process.name().is_err());
         assert!(SignalName::Number(65).number().is_err());
         let start: StartRequest =
-            serde_json::from_str(r#"{"process":{"cmd":"x","args":null,"envs":{"A":"b"}}}"#).unwrap();
+            serde_json::from_str(r#"{"process":{"cmd":"x","args":null,"envs":{"A":"b"}}}"#)
+                .unwrap();
         assert_eq!(start.process.unwrap().envs["A"], "b");
     }
 
     #[test]
     fn configs_leave_out_defaults() {
-        let config = ProcessConfig { cmd: "ls".into(), ..ProcessConfig::default() };
+        let config = ProcessConfig {
+            cmd: "ls".into(),
+            ..ProcessConfig::default()
+        };
         assert_eq!(serde_json::to_string(&config).unwrap(), r#"{"cmd":"ls"}"#);
     }
 }

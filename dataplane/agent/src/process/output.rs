@@ -93,7 +93,9 @@ async fn next(fd: &AsyncFd<OwnedFd>) -> io::Result<Piece> {
 }
 
 fn try_read(fd: &AsyncFd<OwnedFd>, most: u64) -> io::Result<Piece> {
-    let most = usize::try_from(most).unwrap_or(OUTPUT_CHUNK_BYTES).min(OUTPUT_CHUNK_BYTES);
+    let most = usize::try_from(most)
+        .unwrap_or(OUTPUT_CHUNK_BYTES)
+        .min(OUTPUT_CHUNK_BYTES);
     read_piece(fd.get_ref(), most)
 }
 

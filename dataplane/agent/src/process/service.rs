@@ -9,9 +9,7 @@ use hyper::{Request, StatusCode};
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout_at};
 
-use super::messages::{
-    Input, ProcessConfig, ProcessRequest, StartRequest, StreamInputRequest,
-};
+use super::messages::{Input, ProcessConfig, ProcessRequest, StartRequest, StreamInputRequest};
 use super::streams::{self, Terms};
 use super::{live::Process, start, tree};
 use crate::agent::{Agent, caller};
@@ -33,7 +31,10 @@ pub async fn route(agent: &Arc<Agent>, method: &str, request: Request<Incoming>)
         "SendInput" => call::unary(agent, request, |_, m| send_input(agent, m)).await,
         "SendSignal" => call::unary(agent, request, |_, m| send_signal(agent, m)).await,
         "CloseStdin" => call::unary(agent, request, |_, m| close_stdin(agent, m)).await,
-        _ => error(StatusCode::NOT_FOUND, format!("process.Process has no method '{method}'")),
+        _ => error(
+            StatusCode::NOT_FOUND,
+            format!("process.Process has no method '{method}'"),
+        ),
     }
 }
 
@@ -50,11 +51,23 @@ async fn start_stream(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {
         let keepalive = call::keepalive(&head.headers);
         let user = caller(agent, head.headers).await?;
         let started = start::start(agent, user, message, deadline).await?;
-        Ok((started, Terms { keepalive, deadline, owns_process: true }))
+        Ok((
+            started,
+            Terms {
+                keepalive,
+                deadline,
+                owns_process: true,
+            },
+        ))
     };
     // In a task of its own: a client that goes away now must not leave a half-started program.
     let begun = tokio::spawn(begun).await;
-    let failed = |err| Err(RpcError::new(Code::Internal, format!("starting failed: {err}")));
+    let failed = |err| {
+        Err(RpcError::new(
+            Code::Internal,
+            format!("starting failed: {err}"),
+        ))
+    };
     match begun.unwrap_or_else(failed) {
         Err(err) => stream::respond_once(Err(&err)),
         Ok((started, terms)) => stream::respond(agent, |out| {
@@ -74,7 +87,14 @@ async fn connect_stream(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply
         let keepalive = call::keepalive(&head.headers);
         let message: ProcessRequest = call::stream_message(agent, body).await?;
         let name = message.process.name()?;
-        Ok((name, Terms { keepalive, deadline, owns_process: false }))
+        Ok((
+            name,
+            Terms {
+                keepalive,
+                deadline,
+                owns_process: false,
+            },
+        ))
     };
     let (name, terms) = match begun.await {
         Ok(begun) => begun,
@@ -105,9 +125,14 @@ async fn stream_input(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {
     let outcome = match call::timeout(&head.headers) {
         Err(err) => Err(err),
         Ok(None) => work.await,
-        Ok(Some(limit)) => timeout_at(Instant::now() + limit, work).await.unwrap_or_else(|_| {
-            Err(RpcError::new(Code::DeadlineExceeded, "the time given for the call is over"))
-        }),
+        Ok(Some(limit)) => timeout_at(Instant::now() + limit, work)
+            .await
+            .unwrap_or_else(|_| {
+                Err(RpcError::new(
+                    Code::DeadlineExceeded,
+                    "the time given for the call is over",
+                ))
+            }),
     };
     stream::respond_once(outcome.as_ref().map(|()| EMPTY.as_bytes()))
 }
@@ -118,7 +143,9 @@ async fn take_input(agent: &Arc<Agent>, mut body: Incoming) -> Result<(), RpcErr
     let mut process: Option<Arc<Process>> = None;
     loop {
         while let Some(frame) = decoder.next_frame()? {
-            let Frame::Message(message) = frame else { return Ok(()) };
+            let Frame::Message(message) = frame else {
+                return Ok(());
+            };
             let message: StreamInputRequest = call::parse(&message)?;
             agent.touch();
             if let Some(start) = message.start {
@@ -129,7 +156,10 @@ async fn take_input(agent: &Arc<Agent>, mut body: Incoming) -> Result<(), RpcErr
                     .ok_or_else(|| RpcError::invalid("the first message must name the process"))?;
                 process.give(data.input).await?;
             } else if message.keepalive.is_none() {
-                return Err(RpcError::new(Code::Unimplemented, "unknown kind of message"));
+                return Err(RpcError::new(
+                    Code::Unimplemented,
+                    "unknown kind of message",
+                ));
             }
         }
         match body.frame().await {

@@ -111,7 +111,12 @@ pub struct Plan {
 pub fn spawn(plan: &Plan, proc_dir: BorrowedFd<'_>) -> io::Result<i32> {
     let args = pointers(&plan.args);
     let env = pointers(&plan.env);
-    let prepared = Prepared { plan, args: &args, env: &env, proc_dir: proc_dir.as_raw_fd() };
+    let prepared = Prepared {
+        plan,
+        args: &args,
+        env: &env,
+        proc_dir: proc_dir.as_raw_fd(),
+    };
     // SAFETY: signal sets are initialised by sigfillset before use. Between fork and _exit the
     // child makes only async-signal-safe calls, on memory prepared above. All signals are blocked
     // across the fork, so no handler of the agent runs in the child.
@@ -124,7 +129,11 @@ pub fn spawn(plan: &Plan, proc_dir: BorrowedFd<'_>) -> io::Result<i32> {
         if pid == 0 {
             keep(&prepared);
         }
-        let result = if pid < 0 { Err(io::Error::last_os_error()) } else { Ok(pid) };
+        let result = if pid < 0 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(pid)
+        };
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
         result
     }
@@ -138,7 +147,11 @@ struct Prepared<'a> {
 }
 
 fn pointers(texts: &[CString]) -> Vec<*const libc::c_char> {
-    texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
+    texts
+        .iter()
+        .map(|text| text.as_ptr())
+        .chain([ptr::null()])
+        .collect()
 }
 
 /// The keeper's life.
@@ -162,7 +175,12 @@ unsafe fn keep(prepared: &Prepared<'_>) -> ! {
             become_program(prepared);
         }
         if pid < 0 {
-            tell(report, KIND_FAILED, Step::Fork as i32, *libc::__errno_location());
+            tell(
+                report,
+                KIND_FAILED,
+                Step::Fork as i32,
+                *libc::__errno_location(),
+            );
             libc::_exit(1);
         }
         close_all_but(&mut [report, report, report, report, report]);
@@ -202,8 +220,10 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
             libc::dup2(fd.as_raw_fd(), target);
         }
         libc::setpriority(libc::PRIO_PROCESS, 0, 0);
-        let files =
-            libc::rlimit { rlim_cur: plan.files_limit.0, rlim_max: plan.files_limit.1 };
+        let files = libc::rlimit {
+            rlim_cur: plan.files_limit.0,
+            rlim_max: plan.files_limit.1,
+        };
         libc::setrlimit(libc::RLIMIT_NOFILE, &raw const files);
         libc::umask(0o022);
         if !take_identity(plan) {

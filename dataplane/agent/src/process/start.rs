@@ -108,11 +108,17 @@ pub async fn start(
     let events = process.listen();
     agent.processes.enter(&process);
     drop(place);
-    let readers = ends.outputs.into_iter().map(|(source, fd)| {
-        tokio::spawn(output::read(Arc::clone(&process), fd, source))
-    });
+    let readers = ends
+        .outputs
+        .into_iter()
+        .map(|(source, fd)| tokio::spawn(output::read(Arc::clone(&process), fd, source)));
     let readers = readers.collect();
-    tokio::spawn(supervise(Arc::clone(&agent.processes), Arc::clone(&process), report, readers));
+    tokio::spawn(supervise(
+        Arc::clone(&agent.processes),
+        Arc::clone(&process),
+        report,
+        readers,
+    ));
     if let Some(deadline) = deadline {
         tokio::spawn(enforce(Arc::clone(agent), Arc::clone(&process), deadline));
     }
@@ -138,7 +144,9 @@ async fn supervise(
     readers: Vec<JoinHandle<()>>,
 ) {
     let exit = wait_for_end(&table, &process, &report).await;
-    table.reaper.forget(i32::try_from(process.pid).unwrap_or_default());
+    table
+        .reaper
+        .forget(i32::try_from(process.pid).unwrap_or_default());
     process.main_ended.send_replace(true);
     for reader in readers {
         let _ = reader.await;
@@ -147,11 +155,7 @@ async fn supervise(
     process.publish(Event::End(exit)).await;
 }
 
-async fn wait_for_end(
-    table: &ProcessTable,
-    process: &Process,
-    report: &AsyncFd<OwnedFd>,
-) -> Exit {
+async fn wait_for_end(table: &ProcessTable, process: &Process, report: &AsyncFd<OwnedFd>) -> Exit {
     if let Ok(Some(Report::Ended(status))) = next_report(report).await {
         return Exit::from_wait_status(status);
     }
@@ -183,10 +187,20 @@ async fn first_report(
     config: &ProcessConfig,
     dir: &str,
 ) -> Result<i32, RpcError> {
-    let report = timeout(EXEC_TIMEOUT, next_report(report)).await.map_err(|_| {
-        RpcError::exhausted(format!("'{}' did not load in time: is its disk slow?", config.cmd))
-    })?;
-    let lost = || RpcError::new(crate::connect::Code::Internal, "the process was killed at its start");
+    let report = timeout(EXEC_TIMEOUT, next_report(report))
+        .await
+        .map_err(|_| {
+            RpcError::exhausted(format!(
+                "'{}' did not load in time: is its disk slow?",
+                config.cmd
+            ))
+        })?;
+    let lost = || {
+        RpcError::new(
+            crate::connect::Code::Internal,
+            "the process was killed at its start",
+        )
+    };
     match report.map_err(|_| lost())?.ok_or_else(lost)? {
         Report::Started(pid) => Ok(pid),
         Report::Failed(step, errno) => Err(start_error(step, errno, &config.cmd, dir)),
@@ -237,7 +251,11 @@ fn environment(
     terminal: bool,
 ) -> Result<BTreeMap<String, String>, RpcError> {
     let path = std::env::var("PATH").unwrap_or_default();
-    let path = if path.is_empty() { PATH_DEFAULT.to_owned() } else { path };
+    let path = if path.is_empty() {
+        PATH_DEFAULT.to_owned()
+    } else {
+        path
+    };
     let mut env = BTreeMap::from([
         ("PATH".to_owned(), path),
         ("HOME".to_owned(), user.home.clone()),
@@ -253,7 +271,10 @@ fn environment(
     if env.keys().any(|name| name.is_empty() || name.contains('=')) {
         return Err(RpcError::invalid("envs: a name is empty or holds '='"));
     }
-    let vars: usize = env.iter().map(|(name, value)| name.len() + value.len() + 2).sum();
+    let vars: usize = env
+        .iter()
+        .map(|(name, value)| name.len() + value.len() + 2)
+        .sum();
     let args: usize = config.args.iter().map(|arg| arg.len() + 1).sum();
     if vars + args > EXEC_BYTES_MAX {
         return Err(RpcError::invalid(format!(
@@ -268,10 +289,13 @@ fn candidates(cmd: &str, path: Option<&str>, dir: &str) -> Result<Vec<CString>, 
     if cmd.contains('/') {
         return Ok(vec![c_string(cmd)?]);
     }
-    let found = path.unwrap_or(PATH_DEFAULT).split(':').map(|entry| match entry {
-        "" => format!("{dir}/{cmd}"),
-        entry => format!("{entry}/{cmd}"),
-    });
+    let found = path
+        .unwrap_or(PATH_DEFAULT)
+        .split(':')
+        .map(|entry| match entry {
+            "" => format!("{dir}/{cmd}"),
+            entry => format!("{entry}/{cmd}"),
+        });
     c_strings(found)
 }
 
@@ -284,10 +308,7 @@ fn c_strings<T: AsRef<str>>(texts: impl Iterator<Item = T>) -> Result<Vec<CStrin
     texts.map(|text| c_string(text.as_ref())).collect()
 }
 
-fn connect_stdio(
-    request: &StartRequest,
-    user: &User,
-) -> Result<([OwnedFd; 3], Ends), RpcError> {
+fn connect_stdio(request: &StartRequest, user: &User) -> Result<([OwnedFd; 3], Ends), RpcError> {
     if let Some(pty) = request.pty {
         return connect_terminal(pty, user);
     }
@@ -304,7 +325,14 @@ fn connect_stdio(
         (Source::Stdout, Arc::new(async_fd(stdout)?)),
         (Source::Stderr, Arc::new(async_fd(stderr)?)),
     ];
-    Ok(([input, stdout_write, stderr_write], Ends { feed, terminal: None, outputs }))
+    Ok((
+        [input, stdout_write, stderr_write],
+        Ends {
+            feed,
+            terminal: None,
+            outputs,
+        },
+    ))
 }
 
 /// Opens a pseudo-terminal that belongs to the user.
@@ -345,7 +373,8 @@ fn connect_terminal(pty: Pty, user: &User) -> Result<([OwnedFd; 3], Ends), RpcEr
 }
 
 fn pipe() -> Result<(OwnedFd, OwnedFd), RpcError> {
-    pipe_with(PipeFlags::CLOEXEC).map_err(|err| RpcError::from_io("cannot open a pipe", &err.into()))
+    pipe_with(PipeFlags::CLOEXEC)
+        .map_err(|err| RpcError::from_io("cannot open a pipe", &err.into()))
 }
 
 /// The agent's end of a pipe, in non-blocking mode. The program's end keeps its blocking mode: the
@@ -366,7 +395,10 @@ mod tests {
     fn programs_are_looked_for_as_a_shell_does() {
         let text = |cmd: &str, path: Option<&str>| -> Vec<String> {
             let found = candidates(cmd, path, "/work").unwrap();
-            found.into_iter().map(|file| file.into_string().unwrap()).collect()
+            found
+                .into_iter()
+                .map(|file| file.into_string().unwrap())
+                .collect()
         };
         assert_eq!(text("/bin/ls", Some("/x")), ["/bin/ls"]);
         assert_eq!(text("./run", Some("/x")), ["./run"]);

@@ -39,7 +39,9 @@ pub async fn follow(
     out: Arc<StreamOut>,
     terms: Terms,
 ) -> Result<(), RpcError> {
-    send_start(&out, process.pid).await.map_err(|Gone| stalled())?;
+    send_start(&out, process.pid)
+        .await
+        .map_err(|Gone| stalled())?;
     let mut silence_ends = Instant::now() + terms.keepalive;
     loop {
         let sent = tokio::select! {
@@ -80,7 +82,10 @@ async fn until(deadline: Option<Instant>) {
 }
 
 fn over() -> RpcError {
-    RpcError::new(Code::DeadlineExceeded, "the time given for the command is over")
+    RpcError::new(
+        Code::DeadlineExceeded,
+        "the time given for the command is over",
+    )
 }
 
 fn stalled() -> RpcError {
@@ -88,7 +93,8 @@ fn stalled() -> RpcError {
 }
 
 async fn send_start(out: &StreamOut, pid: u32) -> Result<(), Gone> {
-    out.send(format!(r#"{{"event":{{"start":{{"pid":{pid}}}}}}}"#).as_bytes()).await
+    out.send(format!(r#"{{"event":{{"start":{{"pid":{pid}}}}}}}"#).as_bytes())
+        .await
 }
 
 async fn send_end(out: &StreamOut, exit: &Exit) -> Result<(), Gone> {

@@ -50,7 +50,10 @@ impl Drop for Place {
 impl ProcessTable {
     /// An empty table.
     pub fn new(reaper: Arc<Reaper>) -> Self {
-        Self { entries: Mutex::default(), reaper }
+        Self {
+            entries: Mutex::default(),
+            reaper,
+        }
     }
 
     fn entries(&self) -> MutexGuard<'_, Entries> {
@@ -87,16 +90,32 @@ impl ProcessTable {
         let mut entries = self.entries();
         entries.serial += 1;
         let (pid, serial) = (process.pid, entries.serial);
-        if entries.live.get(&pid).is_some_and(|live| Arc::ptr_eq(live, process)) {
+        if entries
+            .live
+            .get(&pid)
+            .is_some_and(|live| Arc::ptr_eq(live, process))
+        {
             entries.live.remove(&pid);
         }
-        entries.ended.insert(pid, Ended { pid, tag: process.tag.clone(), exit, serial });
+        entries.ended.insert(
+            pid,
+            Ended {
+                pid,
+                tag: process.tag.clone(),
+                exit,
+                serial,
+            },
+        );
         drop(entries);
         let table = Arc::clone(self);
         tokio::spawn(async move {
             tokio::time::sleep(EXIT_RETENTION).await;
             let mut entries = table.entries();
-            if entries.ended.get(&pid).is_some_and(|ended| ended.serial == serial) {
+            if entries
+                .ended
+                .get(&pid)
+                .is_some_and(|ended| ended.serial == serial)
+            {
                 entries.ended.remove(&pid);
             }
         });
@@ -109,9 +128,10 @@ impl ProcessTable {
         let entries = self.entries();
         let found = match name {
             ProcessName::Pid(pid) => entries.live.get(pid),
-            ProcessName::Tag(tag) => {
-                entries.live.values().find(|process| process.tag.as_ref() == Some(tag))
-            }
+            ProcessName::Tag(tag) => entries
+                .live
+                .values()
+                .find(|process| process.tag.as_ref() == Some(tag)),
         };
         found.cloned().ok_or_else(|| {
             RpcError::not_found(match name {
@@ -128,7 +148,12 @@ impl ProcessTable {
             ProcessName::Pid(pid) => entries.ended.get(pid).cloned(),
             ProcessName::Tag(tag) => {
                 let named = |ended: &&Ended| ended.tag.as_ref() == Some(tag);
-                entries.ended.values().filter(named).max_by_key(|ended| ended.serial).cloned()
+                entries
+                    .ended
+                    .values()
+                    .filter(named)
+                    .max_by_key(|ended| ended.serial)
+                    .cloned()
             }
         }
     }

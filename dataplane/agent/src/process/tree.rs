@@ -26,7 +26,9 @@ pub async fn kill(agent: &Arc<Agent>, process: &Process) {
         let all = proc::all(agent.proc_dir.as_fd()).unwrap_or_default();
         // A member may have become a child of PID 1 since it was found.
         members.retain(|pid, old| is_same(all.get(pid), old));
-        let keeper = process.keeper.filter(|keeper| is_same(all.get(&keeper.pid), keeper));
+        let keeper = process
+            .keeper
+            .filter(|keeper| is_same(all.get(&keeper.pid), keeper));
         let keeper = keeper.map(|keeper| keeper.pid);
         let roots = members.keys().copied().chain(keeper).chain([pid]).collect();
         let mut fresh = Vec::new();
@@ -71,17 +73,17 @@ fn is_same(now: Option<&ProcStat>, before: &ProcStat) -> bool {
 }
 
 /// The living processes below the roots, the roots included, and those of the command's session.
-fn descendants(
-    all: &HashMap<i32, ProcStat>,
-    roots: &HashSet<i32>,
-    session: i32,
-) -> Vec<ProcStat> {
+fn descendants(all: &HashMap<i32, ProcStat>, roots: &HashSet<i32>, session: i32) -> Vec<ProcStat> {
     let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
     for stat in all.values() {
         children.entry(stat.ppid).or_default().push(stat.pid);
     }
     let mut open: Vec<i32> = roots.iter().copied().collect();
-    open.extend(all.values().filter(|stat| stat.session == session).map(|stat| stat.pid));
+    open.extend(
+        all.values()
+            .filter(|stat| stat.session == session)
+            .map(|stat| stat.pid),
+    );
     let mut seen = HashSet::new();
     let mut found = Vec::new();
     while let Some(pid) = open.pop() {
@@ -110,14 +112,23 @@ mod tests {
     use super::*;
 
     fn stat(pid: i32, ppid: i32, session: i32, state: u8) -> (i32, ProcStat) {
-        (pid, ProcStat { pid, state, ppid, session, start_ticks: 1 })
+        (
+            pid,
+            ProcStat {
+                pid,
+                state,
+                ppid,
+                session,
+                start_ticks: 1,
+            },
+        )
     }
 
     #[test]
     fn finds_children_orphans_and_the_session_but_no_dead_ones() {
         let all = HashMap::from([
             stat(1, 0, 1, b'S'),
-            stat(10, 1, 1, b'S'),  // keeper
+            stat(10, 1, 1, b'S'),   // keeper
             stat(11, 10, 11, b'S'), // program
             stat(12, 11, 11, b'Z'), // dead child
             stat(13, 12, 13, b'R'), // child of the dead one
@@ -125,8 +136,10 @@ mod tests {
             stat(15, 1, 11, b'S'),  // same session, other parent
             stat(20, 1, 20, b'S'),  // somebody else
         ]);
-        let mut found: Vec<i32> =
-            descendants(&all, &HashSet::from([10, 11]), 11).iter().map(|s| s.pid).collect();
+        let mut found: Vec<i32> = descendants(&all, &HashSet::from([10, 11]), 11)
+            .iter()
+            .map(|s| s.pid)
+            .collect();
         found.sort_unstable();
         assert_eq!(found, vec![10, 11, 13, 14, 15]);
     }

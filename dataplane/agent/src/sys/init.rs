@@ -34,7 +34,13 @@ pub fn prepare() {
 ///
 /// Errors: `EMFILE`, or why it could not be opened.
 pub fn null() -> io::Result<OwnedFd> {
-    let open = || File::options().read(true).write(true).open("/dev/null").map(OwnedFd::from);
+    let open = || {
+        File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/null")
+            .map(OwnedFd::from)
+    };
     if let Some(null) = NULL.get() {
         return null.try_clone();
     }
@@ -50,7 +56,10 @@ pub fn program_file_limit() -> Rlimit {
 /// Each stream and tunnel needs descriptors, so the agent takes all it may have.
 fn raise_file_limit() {
     let limit = program_file_limit();
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
     let _ = rustix::process::setrlimit(Resource::Nofile, raised);
 }
 
@@ -60,9 +69,22 @@ fn bound_heap() {
     // SAFETY: mallopt(3) takes plain numbers and is called before any other thread exists.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
-        libc::mallopt(libc::M_MMAP_THRESHOLD, 64 * 1024);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, 128 * 1024);
+        // Above the size of transfer buffers: mapping those each time costs page faults.
+        libc::mallopt(
+            libc::M_MMAP_THRESHOLD,
+            2 * crate::limits::FILE_CHUNK_BYTES as i32,
+        );
+        libc::mallopt(
+            libc::M_TRIM_THRESHOLD,
+            2 * crate::limits::FILE_CHUNK_BYTES as i32,
+        );
     }
+}
+
+/// Gives free memory inside the heap back to the kernel.
+pub fn trim_heap() {
+    // SAFETY: malloc_trim(3) takes a plain number and the heap's own lock.
+    unsafe { libc::malloc_trim(0) };
 }
 
 /// Waits for SIGTERM or SIGINT.

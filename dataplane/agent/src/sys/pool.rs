@@ -22,8 +22,11 @@ struct State {
     idle: usize,
 }
 
-static STATE: Mutex<State> =
-    Mutex::new(State { jobs: VecDeque::new(), threads: 0, idle: 0 });
+static STATE: Mutex<State> = Mutex::new(State {
+    jobs: VecDeque::new(),
+    threads: 0,
+    idle: 0,
+});
 static WORK: Condvar = Condvar::new();
 
 fn state() -> MutexGuard<'static, State> {
@@ -41,15 +44,15 @@ pub fn start() -> io::Result<()> {
 /// Runs `work` on a worker and gives back its result.
 ///
 /// Errors: `Other` if `work` panicked.
-pub async fn run<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> io::Result<T> {
+pub async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
     let (done, result) = oneshot::channel();
     submit(Box::new(move || {
         // If the caller is gone, so is the interest in the result.
         let _ = done.send(work());
     }));
-    result.await.map_err(|_| io::Error::other("a worker failed"))
+    result
+        .await
+        .map_err(|_| io::Error::other("a worker failed"))
 }
 
 fn submit(job: Job) {
@@ -68,7 +71,9 @@ fn submit(job: Job) {
 }
 
 fn spawn_thread(stays: bool) -> io::Result<()> {
-    let builder = std::thread::Builder::new().name("worker".into()).stack_size(BLOCKING_STACK_BYTES);
+    let builder = std::thread::Builder::new()
+        .name("worker".into())
+        .stack_size(BLOCKING_STACK_BYTES);
     builder.spawn(move || work(stays)).map(drop)
 }
 
@@ -87,8 +92,9 @@ fn work(stays: bool) {
             state = WORK.wait(state).unwrap_or_else(PoisonError::into_inner);
             state.idle -= 1;
         } else {
-            let (guard, wait) =
-                WORK.wait_timeout(state, BLOCKING_IDLE).unwrap_or_else(PoisonError::into_inner);
+            let (guard, wait) = WORK
+                .wait_timeout(state, BLOCKING_IDLE)
+                .unwrap_or_else(PoisonError::into_inner);
             state = guard;
             state.idle -= 1;
             if wait.timed_out() && state.jobs.is_empty() {

@@ -68,7 +68,12 @@ pub fn all(proc_dir: BorrowedFd<'_>) -> io::Result<HashMap<i32, ProcStat>> {
 ///
 /// Errors: what the system says.
 pub fn read_at(dir: BorrowedFd<'_>, path: &str) -> io::Result<String> {
-    let fd = openat(dir.as_fd(), path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    let fd = openat(
+        dir.as_fd(),
+        path,
+        OFlags::RDONLY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?;
     let mut text = Vec::with_capacity(1024);
     std::fs::File::from(fd).read_to_end(&mut text)?;
     Ok(String::from_utf8_lossy(&text).into_owned())
@@ -82,7 +87,10 @@ mod tests {
     fn reads_a_stat_line_with_a_spiteful_name() {
         let line = "42 (a) R (b) S 7 42 40 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 9876 0 0";
         let stat = ProcStat::parse(line).unwrap();
-        assert_eq!((stat.pid, stat.state, stat.ppid, stat.session), (42, b'S', 7, 40));
+        assert_eq!(
+            (stat.pid, stat.state, stat.ppid, stat.session),
+            (42, b'S', 7, 40)
+        );
         assert_eq!(stat.start_ticks, 9876);
         assert!(ProcStat::parse("").is_none());
         assert!(ProcStat::parse("1 (x) R").is_none());

@@ -105,7 +105,9 @@ fn check_root(path: &str, allow_network: bool) -> Result<(), RpcError> {
     if !meta.is_dir() {
         return Err(RpcError::invalid(format!("path {path} not a directory")));
     }
-    let magic = rustix::fs::statfs(path).map_err(|err| RpcError::from_io(path, &err.into()))?.f_type;
+    let magic = rustix::fs::statfs(path)
+        .map_err(|err| RpcError::from_io(path, &err.into()))?
+        .f_type;
     if !allow_network && NETWORK_MAGICS.contains(&magic) {
         return Err(RpcError::invalid(format!(
             "cannot watch path on network filesystem: {path} (allow_network_mounts permits it, \

@@ -79,7 +79,12 @@ impl WatcherTable {
         let held = Arc::new(Mutex::new(Held::default()));
         let collector = tokio::spawn(collect(Arc::clone(&held), events)).abort_handle();
         let id = new_id();
-        let watcher = Watcher { held, asked: Instant::now(), collector, _place: place };
+        let watcher = Watcher {
+            held,
+            asked: Instant::now(),
+            collector,
+            _place: place,
+        };
         lock(&self.watchers).insert(id.clone(), watcher);
         id
     }
@@ -103,7 +108,10 @@ impl WatcherTable {
     ///
     /// Errors: `not_found`.
     pub fn remove(&self, id: &str) -> Result<(), RpcError> {
-        lock(&self.watchers).remove(id).map(drop).ok_or_else(|| unknown(id))
+        lock(&self.watchers)
+            .remove(id)
+            .map(drop)
+            .ok_or_else(|| unknown(id))
     }
 }
 
@@ -150,7 +158,10 @@ mod tests {
         let (queue, events) = mpsc::channel(1);
         let id = table.enter(table.reserve().unwrap(), events);
         queue.send(Ok(vec!["a".into()])).await.unwrap();
-        queue.send(Ok(vec!["x".into(); WATCH_EVENTS_MAX])).await.unwrap();
+        queue
+            .send(Ok(vec!["x".into(); WATCH_EVENTS_MAX]))
+            .await
+            .unwrap();
         queue.closed().await;
         assert_eq!(table.take(&id).unwrap(), ["a"]);
         for _ in 0..2 {
@@ -164,7 +175,9 @@ mod tests {
     #[test]
     fn places_are_counted() {
         let table = WatcherTable::default();
-        let places: Vec<_> = (0..WATCHERS_MAX).map(|_| table.reserve().unwrap()).collect();
+        let places: Vec<_> = (0..WATCHERS_MAX)
+            .map(|_| table.reserve().unwrap())
+            .collect();
         assert!(table.reserve().is_err());
         drop(places);
         assert!(table.reserve().is_ok());

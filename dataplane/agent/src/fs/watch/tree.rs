@@ -15,7 +15,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use rustix::fs::inotify::{CreateFlags, ReadFlags, Reader, WatchFlags, add_watch, init, remove_watch};
+use rustix::fs::inotify::{
+    CreateFlags, ReadFlags, Reader, WatchFlags, add_watch, init, remove_watch,
+};
 use rustix::io::Errno;
 
 use crate::connect::{Code, RpcError};
@@ -153,7 +155,9 @@ impl Tree {
             match reader.next() {
                 Ok(event) => {
                     count += 1;
-                    let name = event.file_name().map(|name| OsStr::from_bytes(name.to_bytes()));
+                    let name = event
+                        .file_name()
+                        .map(|name| OsStr::from_bytes(name.to_bytes()));
                     let (wd, flags, cookie) = (event.wd(), event.events(), event.cookie());
                     self.handle(wd, flags, cookie, name)?;
                 }
@@ -163,7 +167,10 @@ impl Tree {
             }
         };
         self.forget_departed();
-        Ok(Batch { events: std::mem::take(&mut self.out), more })
+        Ok(Batch {
+            events: std::mem::take(&mut self.out),
+            more,
+        })
     }
 
     fn handle(
@@ -182,7 +189,9 @@ impl Tree {
             self.dirs.remove(&wd);
             return Ok(());
         }
-        let Some(dir) = self.dirs.get_mut(&wd) else { return Ok(()) };
+        let Some(dir) = self.dirs.get_mut(&wd) else {
+            return Ok(());
+        };
         let Some(name) = name else {
             self.handle_self(wd, flags);
             return Ok(());
@@ -192,7 +201,8 @@ impl Tree {
             if !dir.listed.remove(name) {
                 self.tell(&place, Kind::Create);
             }
-            self.departed.retain(|gone| gone.cookie != cookie || cookie == 0);
+            self.departed
+                .retain(|gone| gone.cookie != cookie || cookie == 0);
             if flags.contains(ReadFlags::ISDIR) && self.options.recursive {
                 self.enter(place, true)?;
             }
@@ -215,7 +225,11 @@ impl Tree {
 
     /// Events of a directory about itself. Those below the root are told by their parent.
     fn handle_self(&mut self, wd: i32, flags: ReadFlags) {
-        if self.dirs.get(&wd).is_none_or(|dir| !dir.place.as_os_str().is_empty()) {
+        if self
+            .dirs
+            .get(&wd)
+            .is_none_or(|dir| !dir.place.as_os_str().is_empty())
+        {
             return;
         }
         let root = PathBuf::new();
@@ -234,8 +248,11 @@ impl Tree {
         let mut open = vec![place];
         while let Some(place) = open.pop() {
             let path = self.options.root.join(&place);
-            let no_follow =
-                if place.as_os_str().is_empty() { WatchFlags::empty() } else { WatchFlags::DONT_FOLLOW };
+            let no_follow = if place.as_os_str().is_empty() {
+                WatchFlags::empty()
+            } else {
+                WatchFlags::DONT_FOLLOW
+            };
             let wd = match add_watch(&*self.fd, &path, INTEREST | no_follow) {
                 Ok(wd) => wd,
                 // It is gone or something else by now; its parent tells that.
@@ -251,7 +268,13 @@ impl Tree {
                     "more than {WATCH_DIRS_MAX} directories to watch, watch a smaller tree"
                 )));
             }
-            self.dirs.insert(wd, Dir { place: place.clone(), listed: HashSet::new() });
+            self.dirs.insert(
+                wd,
+                Dir {
+                    place: place.clone(),
+                    listed: HashSet::new(),
+                },
+            );
             if self.options.recursive {
                 self.list(wd, &place, announce, &mut open);
             }
@@ -261,11 +284,15 @@ impl Tree {
 
     fn list(&mut self, wd: i32, place: &Path, announce: bool, open: &mut Vec<PathBuf>) {
         // What cannot be read was removed; that is told by the parent.
-        let Ok(entries) = fs::read_dir(self.options.root.join(place)) else { return };
+        let Ok(entries) = fs::read_dir(self.options.root.join(place)) else {
+            return;
+        };
         for entry in entries.flatten() {
             let name = entry.file_name();
             let child = place.join(&name);
-            let Ok(kind) = entry.file_type() else { continue };
+            let Ok(kind) = entry.file_type() else {
+                continue;
+            };
             if announce {
                 self.tell(&child, Kind::Create);
                 if kind.is_file() && entry.metadata().is_ok_and(|meta| meta.len() > 0) {
@@ -283,23 +310,35 @@ impl Tree {
 
     /// A watched directory has a new path, and so have all below it.
     fn relocate(&mut self, wd: i32, place: PathBuf) {
-        let Some(old) = self.dirs.get(&wd).map(|dir| dir.place.clone()) else { return };
+        let Some(old) = self.dirs.get(&wd).map(|dir| dir.place.clone()) else {
+            return;
+        };
         if old == place {
             return;
         }
         for dir in self.dirs.values_mut() {
             if let Ok(below) = dir.place.strip_prefix(&old) {
-                dir.place =
-                    if below.as_os_str().is_empty() { place.clone() } else { place.join(below) };
+                dir.place = if below.as_os_str().is_empty() {
+                    place.clone()
+                } else {
+                    place.join(below)
+                };
             }
         }
     }
 
     fn depart(&mut self, cookie: u32, place: &Path) {
-        let below = self.dirs.iter().filter(|(_, dir)| dir.place.starts_with(place));
+        let below = self
+            .dirs
+            .iter()
+            .filter(|(_, dir)| dir.place.starts_with(place));
         let dirs: Vec<_> = below.map(|(wd, dir)| (*wd, dir.place.clone())).collect();
         if !dirs.is_empty() {
-            self.departed.push(Departed { cookie, since: Instant::now(), dirs });
+            self.departed.push(Departed {
+                cookie,
+                since: Instant::now(),
+                dirs,
+            });
         }
     }
 
@@ -319,13 +358,20 @@ impl Tree {
 
     fn tell(&mut self, place: &Path, kind: Kind) {
         let root = place.as_os_str().is_empty();
-        let name = if root { ".".into() } else { place.to_string_lossy() };
+        let name = if root {
+            ".".into()
+        } else {
+            place.to_string_lossy()
+        };
         let mut event = serde_json::json!({"name": name, "type": kind.name()});
         // What was removed or renamed is not at this path any more; another file may be.
         let lasting = matches!(kind, Kind::Create | Kind::Write | Kind::Chmod);
         if self.options.include_entry && lasting {
-            let path =
-                if root { self.options.root.clone() } else { self.options.root.join(place) };
+            let path = if root {
+                self.options.root.clone()
+            } else {
+                self.options.root.join(place)
+            };
             if let Ok(entry) = describe(&path, &path.to_string_lossy(), &self.users) {
                 event["entry"] = entry;
             }
@@ -353,8 +399,11 @@ mod tests {
     use crate::testing::TempDir;
 
     fn watch(dir: &TempDir, recursive: bool) -> Tree {
-        let options =
-            Options { root: dir.path().to_owned(), recursive, include_entry: false };
+        let options = Options {
+            root: dir.path().to_owned(),
+            recursive,
+            include_entry: false,
+        };
         Tree::open(options, Arc::default()).unwrap()
     }
 
@@ -364,7 +413,10 @@ mod tests {
         assert!(!batch.more);
         let short = |text: &String| {
             let event: serde_json::Value = serde_json::from_str(text).unwrap();
-            let kind = event["type"].as_str().unwrap().trim_start_matches("EVENT_TYPE_");
+            let kind = event["type"]
+                .as_str()
+                .unwrap()
+                .trim_start_matches("EVENT_TYPE_");
             format!("{} {kind}", event["name"].as_str().unwrap())
         };
         batch.events.iter().map(short).collect()
@@ -382,7 +434,9 @@ mod tests {
         fs::remove_file(dir.path().join("g")).unwrap();
         assert_eq!(
             take(&mut tree),
-            ["f CREATE", "f WRITE", "f RENAME", "g CREATE", "d CREATE", "g REMOVE"]
+            [
+                "f CREATE", "f WRITE", "f RENAME", "g CREATE", "d CREATE", "g REMOVE"
+            ]
         );
     }
 
@@ -395,7 +449,13 @@ mod tests {
         let told = take(&mut tree);
         let names: BTreeSet<&str> = told.iter().map(String::as_str).collect();
         assert_eq!(names.len(), told.len());
-        for expected in ["a CREATE", "a/b CREATE", "a/b/c CREATE", "a/b/c/f CREATE", "a/b/c/f WRITE"] {
+        for expected in [
+            "a CREATE",
+            "a/b CREATE",
+            "a/b/c CREATE",
+            "a/b/c/f CREATE",
+            "a/b/c/f WRITE",
+        ] {
             assert!(names.contains(expected), "{expected} not in {told:?}");
         }
         fs::write(dir.path().join("a/b/c/g"), "").unwrap();
@@ -440,12 +500,18 @@ mod tests {
         let dir = TempDir::new();
         let root = dir.path().join("root");
         fs::create_dir(&root).unwrap();
-        let options =
-            Options { root: root.clone(), recursive: true, include_entry: true };
+        let options = Options {
+            root: root.clone(),
+            recursive: true,
+            include_entry: true,
+        };
         let mut tree = Tree::open(options.clone(), Arc::default()).unwrap();
         fs::remove_dir(&root).unwrap();
         assert!(take(&mut tree).contains(&". REMOVE".to_owned()));
         assert!(tree.dirs.is_empty());
-        assert_eq!(Tree::open(options, Arc::default()).err().unwrap().code, Code::NotFound);
+        assert_eq!(
+            Tree::open(options, Arc::default()).err().unwrap().code,
+            Code::NotFound
+        );
     }
 }
