@@ -73,6 +73,7 @@ class AsyncProcess:
         self._stdout = BoundedBuffer(output_limit_bytes)
         self._stderr = BoundedBuffer(output_limit_bytes)
         self._result: CommandResult | None = None
+        self._connected = True
         stream.pid = pid
 
     @property
@@ -104,7 +105,7 @@ class AsyncProcess:
             SandboxNotFound: the sandbox ended.
             ConnectionFailed: the stream broke; see ``sandbox_alive``.
         """
-        while self._result is None:
+        while self._result is None and self._connected:
             event = await self._receive()
             if event.data is not None:
                 for output in _outputs(event):
@@ -211,6 +212,7 @@ class AsyncProcess:
 
     async def disconnect(self) -> None:
         """Stop reading. The process runs on; attach again by its pid."""
+        self._connected = False
         await self._stream.aclose()
 
     async def _receive(self) -> ProcessEvent:

@@ -75,6 +75,7 @@ class Process:
         self._stdout = BoundedBuffer(output_limit_bytes)
         self._stderr = BoundedBuffer(output_limit_bytes)
         self._result: CommandResult | None = None
+        self._connected = True
         stream.pid = pid
 
     @property
@@ -106,7 +107,7 @@ class Process:
             SandboxNotFound: the sandbox ended.
             ConnectionFailed: the stream broke; see ``sandbox_alive``.
         """
-        while self._result is None:
+        while self._result is None and self._connected:
             event = self._receive()
             if event.data is not None:
                 for output in _outputs(event):
@@ -213,6 +214,7 @@ class Process:
 
     def disconnect(self) -> None:
         """Stop reading. The process runs on; attach again by its pid."""
+        self._connected = False
         self._stream.close()
 
     def _receive(self) -> ProcessEvent:

@@ -59,7 +59,7 @@ def interactive(
 def _raw_mode() -> Iterator[None]:
     """Every key goes to the sandbox, Ctrl-C too; undone in every case."""
     before = termios.tcgetattr(0)
-    tty.setraw(0)
+    tty.setraw(0, termios.TCSADRAIN)  # The default would throw away what was typed ahead.
     try:
         yield
     finally:

@@ -87,7 +87,7 @@ async def test_deadline_kills_the_tree(live: Any, tmp_path: Path) -> None:
             live.exec(f"sleep 60 & echo $! > {pids}; echo begun; sleep 60; true", timeout_s=1)
         )
     assert caught.value.stdout == "begun\n"
-    assert not _is_alive(int(pids.read_text()))
+    await _until(lambda: not _is_alive(int(pids.read_text())))
 
 
 async def test_stdin(live: Any) -> None:
@@ -243,13 +243,16 @@ async def test_two_commands_at_once_on_one_client(kit: Kit, live: Any) -> None:
 async def test_pty(live: Any) -> None:
     pty = await done(live.pty(["bash", "--norc"], cols=91, rows=33))
     await done(pty.write("stty size; [ -t 0 ] && echo is-a-$((40 + 2))\n"))
-    await done(pty.resize(101, 44))
-    await done(pty.write("stty size; exit 7\n"))
-    result = await done(pty.wait())
-    assert result.exit_code == 7
-    assert "33 91" in result.stdout
-    assert "is-a-42" in result.stdout
-    assert "44 101" in result.stdout
+    seen = b""
+    async for event in each(pty):
+        assert event.stream == "pty"
+        before, seen = b"is-a-42" in seen, seen + event.data
+        if b"is-a-42" in seen and not before:
+            await done(pty.resize(101, 44))
+            await done(pty.write("stty size; exit 7\n"))
+    assert b"33 91" in seen
+    assert b"44 101" in seen
+    assert (await done(pty.wait())).exit_code == 7
 
 
 # --- files -------------------------------------------------------------------------

@@ -107,8 +107,10 @@ def test_shell_session(ready: FakeServer, agent: Agent, terminals: contextlib.Ex
     t.resize(100, 50)
     t.type("sleep 0.3; stty size\n")
     t.expect("50 100")
-    t.type("sleep 100\n")
+    t.type("echo now-$((5 + 5)); sleep 100\n")
+    t.expect("now-10")
     t.type("\x03")  # Ctrl-C goes to the program in the sandbox, not to us.
+    t.expect("bash-")
     t.type("echo after-$((2 + 2))\n")
     t.expect("after-4")
     assert not t.is_restored()
