@@ -100,7 +100,8 @@ async def initialise(
         give_up: Asked before each attempt; a text ends the attempts.
 
     Raises:
-        AgentUnresponsive: it never listened, or refused.
+        TimeoutError: it never listened.
+        AgentUnresponsive: it refused, broke off, or ``give_up`` said so.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -111,7 +112,7 @@ async def initialise(
             raise AgentUnresponsive(reason)
         left_s = deadline - loop.time()
         if left_s <= 0:
-            raise AgentUnresponsive(f"the guest agent did not listen within {timeout_s:.1f} s")
+            raise TimeoutError(f"the guest agent did not listen within {timeout_s:.0f} s")
         try:
             await _call(address, "POST", "/init", spec.control_token, body, left_s)
         except AgentUnresponsive as exc:

@@ -12,6 +12,7 @@ import os
 import platform
 import resource
 import shutil
+import stat
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -430,6 +431,12 @@ def _make_directories(paths: NodePaths) -> None:
     ):
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(mode)
+    for parent in paths.run.resolve().parents:
+        if not parent.stat().st_mode & stat.S_IXOTH:
+            raise ConfigError(
+                f"run_dir {paths.run} lies below {parent}, which other users cannot enter; "
+                "sandboxes run as such users. Choose a run_dir like /run/opendsec."
+            )
 
 
 def _raise_open_files() -> int:

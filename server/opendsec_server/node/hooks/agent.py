@@ -35,11 +35,13 @@ class Agent:
                 timeout_s=START_BUDGET_S,
                 give_up=lambda: self._why_hopeless(box),
             )
+        except TimeoutError as exc:
+            raise StartTimeout(f"{exc}; its log ends: {self._log_tail(box)}") from exc
         except AgentUnresponsive as exc:
-            tail = log_tail(self._paths.disk(box.sandbox_id) / "agent.log")
-            ended = box.pidfd is not None and process.has_ended(box.pidfd)
-            error = SandboxStartFailed if ended else StartTimeout
-            raise error(f"{exc.message}; its log ends: {tail}") from exc
+            raise SandboxStartFailed(f"{exc.message}; its log ends: {self._log_tail(box)}") from exc
+
+    def _log_tail(self, box: Sandbox) -> str:
+        return log_tail(self._paths.disk(box.sandbox_id) / "agent.log")
 
     @staticmethod
     def _why_hopeless(box: Sandbox) -> str | None:

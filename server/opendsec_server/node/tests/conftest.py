@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Real nodes for tests: own state, names and addresses; checked for leaks afterwards."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opendsec_server.config import Config, ConfigError
+from opendsec_server.images.base import ensure_base
+from opendsec_server.node.agent_path import find_agent
+from opendsec_server.node.tests.machine import NodeProcess
+from tests.leaks import Snapshot
+
+REPOSITORY = Path(__file__).parents[4]
+IMAGE_CACHE = os.environ.get("OPENDSEC_IMAGE_CACHE", "/var/tmp/opendsec-test-images")
+FIRST_BUILD_TIMEOUT_S = 900
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test with a node may have to make the template."""
+    for item in items:
+        if item.get_closest_marker("node") is not None:
+            item.add_marker(pytest.mark.timeout(FIRST_BUILD_TIMEOUT_S))
+
+
+def _agent() -> str:
+    built = sorted(REPOSITORY.glob("dataplane/target/*/opendsec-agent"))
+    if "OPENDSEC_AGENT" not in os.environ and built:
+        return str(built[-1])
+    try:
+        return str(find_agent(Config()))
+    except ConfigError as exc:
+        pytest.skip(str(exc))
+
+
+MakeNode = Callable[..., NodeProcess]
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory that sandboxes' users can walk through (pytest's own is closed to others)."""
+    path = Path(tempfile.mkdtemp(prefix="opendsec-node-", dir="/var/tmp"))
+    path.chmod(0o711)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+async def make_node(scratch: Path) -> AsyncIterator[MakeNode]:
+    """Makes a node that is not started yet; purges it afterwards and compares the machine."""
+    if os.geteuid() != 0:
+        pytest.skip("a real node needs root")
+    instance = "t" + secrets.token_hex(2)[:3]
+    state, run = scratch / "state", scratch / "run"
+    config = Config(
+        state_dir=str(state),
+        run_dir=str(run),
+        instance=instance,
+        network_cidr=f"10.{220 + secrets.randbelow(30)}.{16 * secrets.randbelow(16)}.0/20",
+        slots_ready=2,
+        agent_path=_agent(),
+        disk_pool_mb=8_192,
+    )
+    state.mkdir(mode=0o700)
+    os.environ["OPENDSEC_IMAGE_CACHE"] = IMAGE_CACHE
+    ensure_base(config, print)
+    before = Snapshot.take(instance, (run,))
+    nodes: list[NodeProcess] = []
+
+    def make(**changes: Any) -> NodeProcess:
+        import msgspec
+
+        node = NodeProcess(msgspec.structs.replace(config, **changes))
+        nodes.append(node)
+        return node
+
+    yield make
+    cleaner = NodeProcess(config)
+    for node in nodes:
+        if node.running:
+            await node.kill9()
+    await cleaner.start()
+    assert cleaner.config_error is None
+    await cleaner.finish("purge")
+    before.assert_nothing_new()
+    mounted = [
+        m for m in Snapshot.take(instance, (scratch,)).seen if m.startswith(("mount", "loop"))
+    ]
+    assert not mounted
+
+
+@pytest.fixture
+async def node(make_node: MakeNode) -> NodeProcess:
+    """A running node."""
+    made = make_node()
+    await made.start()
+    assert made.config_error is None
+    return made
