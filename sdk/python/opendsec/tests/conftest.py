@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -86,11 +87,12 @@ class Agent:
 
     url: str
     token: str
+    control_token: str
     process: subprocess.Popen[bytes]
 
 
-@pytest.fixture(scope="session")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+@contextlib.contextmanager
+def running_agent(directory: Path) -> Iterator[Agent]:
     """A guest agent as an ordinary process of this machine, on loopback."""
     binary = agent_binary()
     if binary is None:
@@ -100,24 +102,23 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = (tmp_path_factory.mktemp("agent") / "log").open("wb")
+    log = (directory / "log").open("wb")
     process = subprocess.Popen(
         [binary, "--listen", f"127.0.0.1:{port}"], stdout=log, stderr=log, stdin=subprocess.DEVNULL
     )
-    url = f"http://127.0.0.1:{port}"
-    token = secrets.token_hex(16)
+    agent = Agent(f"http://127.0.0.1:{port}", secrets.token_hex(16), secrets.token_hex(16), process)
     try:
-        _wait_until_healthy(url, process)
+        _wait_until_healthy(agent.url, process)
         init = {
-            "accessToken": token,
-            "controlToken": secrets.token_hex(16),
+            "accessToken": agent.token,
+            "controlToken": agent.control_token,
             "envVars": {"FROM_INIT": "yes"},
             "defaultUser": "root",
             "sandboxId": "itest0000000000000001",
         }
-        reply = httpx2.post(f"{url}/init", json=init, trust_env=False)
+        reply = httpx2.post(f"{agent.url}/init", json=init, trust_env=False)
         assert reply.status_code == 204, reply.text
-        yield Agent(url, token, process)
+        yield agent
     finally:
         process.terminate()
         try:
@@ -126,6 +127,13 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
             process.kill()
             process.wait()
         log.close()
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    """The guest agent all tests share."""
+    with running_agent(tmp_path_factory.mktemp("agent")) as agent:
+        yield agent
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:

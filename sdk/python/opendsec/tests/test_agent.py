@@ -23,12 +23,13 @@ from opendsec import (
     FileNotFound,
     InvalidRequest,
     ProcessNotFound,
+    SandboxNotFound,
     Unauthenticated,
     WaitTimeout,
 )
 
-from .conftest import Agent
-from .fake_server import Answer, FakeServer, sandbox
+from .conftest import Agent, running_agent
+from .fake_server import SANDBOX_ID, Answer, FakeServer, sandbox
 from .kits import Kit, close, collect, done, each, within
 
 # --- commands ----------------------------------------------------------------------
@@ -424,6 +425,38 @@ async def test_signed_urls_open_without_headers(live: Any, tmp_path: Path) -> No
 
 async def test_is_running(live: Any) -> None:
     assert await done(live.is_running()) is True
+
+
+@pytest.mark.parametrize("how", ["terminate", "kill"])
+async def test_sandbox_that_ends_under_a_command(
+    kit: Kit, server: FakeServer, tmp_path: Path, how: str
+) -> None:
+    with running_agent(tmp_path) as mine:
+        server.on("POST", "/v1/sandboxes", Answer(201, sandbox(access_token=mine.token)))
+        server.on(
+            "GET",
+            f"/v1/sandboxes/{SANDBOX_ID}",
+            Answer(200, sandbox(state="ended", end_reason="killed", fault="user")),
+        )
+        client = kit.Client(base_url=server.url, api_key="k", sandbox_url=mine.url)
+        box = await done(client.create())
+        process = await done(box.spawn("echo begun; sleep 60; true"))
+        async for event in each(process):
+            assert event.data == b"begun\n"
+            break
+        if how == "kill":
+            mine.process.kill()
+        else:
+            reply = httpx2.post(
+                f"{mine.url}/opendsec/terminate",
+                json={"reason": "killed"},
+                headers={"X-Opendsec-Control": mine.control_token},
+                trust_env=False,
+            )
+            assert reply.status_code == 204
+        with pytest.raises(SandboxNotFound, match="killed"):
+            await done(process.wait())
+        await close(client)
 
 
 def _is_alive(pid: int) -> bool:
