@@ -106,12 +106,12 @@ pub async fn serve(agent: Arc<Agent>, local: SocketAddr, request: Request<Incomi
 fn authorize(agent: &Agent, path: &str, headers: &HeaderMap) -> Result<(), Refusal> {
     match &agent.settings().control_token {
         None if path == "/init" => Ok(()),
-        None => Err(error(
+        None => Err(Refusal(
             StatusCode::SERVICE_UNAVAILABLE,
             "the sandbox is not set up yet",
         )),
         Some(token) if token.in_header(headers, CONTROL_HEADER) => Ok(()),
-        Some(_) => Err(error(
+        Some(_) => Err(Refusal(
             StatusCode::UNAUTHORIZED,
             "missing or wrong control token",
         )),
