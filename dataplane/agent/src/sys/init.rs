@@ -14,6 +14,9 @@ static NULL: OnceLock<OwnedFd> = OnceLock::new();
 /// The limit on open files that programs get: the one that the agent was started with.
 static PROGRAM_FILES: OnceLock<Rlimit> = OnceLock::new();
 
+/// Priority of the agent itself (nice(2)).
+const AGENT_NICE: i32 = -10;
+
 /// Protects the agent and makes its process fit for its work. Nothing here is fatal: the node may
 /// have done it already, or the sandbox may not be allowed to.
 pub fn prepare() {
@@ -22,6 +25,9 @@ pub fn prepare() {
     // Below the programs in the eyes of the OOM killer. Only a privileged process may lower this;
     // in a user namespace the node sets it from outside.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+    // A sandbox full of busy programs must still be reachable, to end them. Programs start with
+    // the usual priority.
+    let _ = rustix::process::setpriority_process(None, AGENT_NICE);
     // Orphans come to the agent even if it is not PID 1.
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
     let _ = rustix::process::umask(Mode::from_raw_mode(0o022));
