@@ -11,6 +11,9 @@ CREATE_TIMEOUT_S = 90.0
 """Above the server's own start budget, so that the server's typed answer arrives first."""
 
 HEALTH_TIMEOUT_S = 5.0
+PROBE_PAUSES_S = (0.25, 0.5, 1.0)
+"""After a broken stream the sandbox's health is asked for again after these pauses: a restarted
+edge needs a moment, and "it lives" is worth more to the caller than "unknown"."""
 
 KEEPALIVE_INTERVAL_S = 15
 """Silent streams carry a sign of life this often."""

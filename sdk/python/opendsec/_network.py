@@ -46,7 +46,7 @@ def timeout(silence_max_s: float | None) -> httpx2.Timeout:
 
 def connection_failed(exc: httpx2.HTTPError, url: str) -> ConnectionFailed:
     """The typed error for a failure below HTTP."""
-    reason = str(exc) or type(exc).__name__
+    reason = (str(exc) or type(exc).__name__).rstrip(".") + "."
     if isinstance(exc, _UNSENT):
         return Unsent(f"Cannot connect to {url}: {reason}")
     if isinstance(exc, httpx2.TimeoutException):

@@ -24,7 +24,7 @@ from opendsec._models import SandboxInfo
 from opendsec._retry import Repeat
 from opendsec._wire import FLAG_END, EndRecord, FrameDecoder, encode_frame
 
-from ._concurrency import Content, chunks
+from ._concurrency import Content, chunks, sleep
 from ._transport import AsyncTransport, decode
 
 T = TypeVar("T")
@@ -186,13 +186,10 @@ class AsyncSandboxWire:
             SandboxNotFound if the sandbox is gone or going; else ConnectionFailed, which says in
             ``sandbox_alive`` whether the sandbox answers.
         """
-        alive: bool | None = None
         try:
-            alive = await self.is_healthy()
+            alive = await self._probe()
         except SandboxNotFound:
             return await self._gone(cause)
-        except OpendsecError:
-            pass
         if isinstance(cause, AgentUnresponsive) or alive is None:
             # An agent says `unavailable` when its sandbox is about to end.
             record = await self._record()
@@ -205,6 +202,22 @@ class AsyncSandboxWire:
             sandbox_alive=alive,
             pid=pid,
         )
+
+    async def _probe(self) -> bool | None:
+        """Whether the sandbox answers; None: nobody can be asked.
+
+        Raises:
+            SandboxNotFound: it is gone.
+        """
+        for pause_s in (*_limits.PROBE_PAUSES_S, None):
+            try:
+                return await self.is_healthy()
+            except SandboxNotFound:
+                raise
+            except OpendsecError:
+                if pause_s is not None:
+                    await sleep(pause_s)
+        return None
 
     async def _gone(self, cause: OpendsecError) -> OpendsecError:
         record = await self._record()

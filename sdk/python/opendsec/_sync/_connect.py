@@ -26,7 +26,7 @@ from opendsec._models import SandboxInfo
 from opendsec._retry import Repeat
 from opendsec._wire import FLAG_END, EndRecord, FrameDecoder, encode_frame
 
-from ._concurrency import Content, chunks
+from ._concurrency import Content, chunks, sleep
 from ._transport import Transport, decode
 
 T = TypeVar("T")
@@ -188,13 +188,10 @@ class SandboxWire:
             SandboxNotFound if the sandbox is gone or going; else ConnectionFailed, which says in
             ``sandbox_alive`` whether the sandbox answers.
         """
-        alive: bool | None = None
         try:
-            alive = self.is_healthy()
+            alive = self._probe()
         except SandboxNotFound:
             return self._gone(cause)
-        except OpendsecError:
-            pass
         if isinstance(cause, AgentUnresponsive) or alive is None:
             # An agent says `unavailable` when its sandbox is about to end.
             record = self._record()
@@ -207,6 +204,22 @@ class SandboxWire:
             sandbox_alive=alive,
             pid=pid,
         )
+
+    def _probe(self) -> bool | None:
+        """Whether the sandbox answers; None: nobody can be asked.
+
+        Raises:
+            SandboxNotFound: it is gone.
+        """
+        for pause_s in (*_limits.PROBE_PAUSES_S, None):
+            try:
+                return self.is_healthy()
+            except SandboxNotFound:
+                raise
+            except OpendsecError:
+                if pause_s is not None:
+                    sleep(pause_s)
+        return None
 
     def _gone(self, cause: OpendsecError) -> OpendsecError:
         record = self._record()

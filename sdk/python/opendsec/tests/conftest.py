@@ -34,6 +34,7 @@ def clean_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("OPENDSEC_STATE_DIR", str(tmp_path / "no-server-here"))
     monkeypatch.setattr(_limits, "RETRY_BASE_S", 0.001)
+    monkeypatch.setattr(_limits, "PROBE_PAUSES_S", (0.01, 0.02))
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import io
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -197,15 +199,36 @@ async def test_attach_has_its_own_deadline(live: Any) -> None:
     assert await done(process.kill()) is True
 
 
-async def test_cancelling_kills_the_command(kit: Kit, live: Any, tmp_path: Path) -> None:
-    if kit.name == "sync":
-        pytest.skip("sync code is interrupted by Ctrl-C; see the tests of the command line")
+async def test_cancelling_kills_the_command(
+    kit: Kit, live: Any, server: FakeServer, agent: Agent, tmp_path: Path
+) -> None:
     pid_file = tmp_path / "pid"
-    task = asyncio.ensure_future(live.exec(f"echo $$ > {pid_file}; sleep 60; true"))
-    await _until(lambda: pid_file.exists() and pid_file.read_text().strip())
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    command = f"echo $$ > {pid_file}; sleep 60; true"
+
+    def is_running() -> bool:
+        return pid_file.exists() and pid_file.read_text().strip() != ""
+
+    if kit.name == "async":
+        task = asyncio.ensure_future(live.exec(command))
+        await _until(is_running)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        code = f"import opendsec; opendsec.Client().create().exec({command!r})"
+        env = {
+            **os.environ,
+            "OPENDSEC_API_URL": server.url,
+            "OPENDSEC_API_KEY": "k",
+            "OPENDSEC_SANDBOX_URL": agent.url,
+        }
+        with subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stderr=subprocess.PIPE
+        ) as program:
+            await _until(is_running)
+            program.send_signal(signal.SIGINT)
+            _, stderr = program.communicate(timeout=30)
+        assert b"KeyboardInterrupt" in stderr
     await _until(lambda: not _is_alive(int(pid_file.read_text())))
 
 

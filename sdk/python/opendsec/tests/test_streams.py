@@ -129,6 +129,14 @@ async def test_cut_stream_with_live_sandbox(box: Any, server: FakeServer) -> Non
     assert len(server.of("POST", START)) == 1, "a command must never be started twice"
 
 
+async def test_edge_that_restarts_is_waited_for(box: Any, server: FakeServer) -> None:
+    server.on("POST", START, stream(started(42), whole=False))
+    server.on("GET", "/health", Answer(drop=True), Answer(503), Answer(204))
+    with pytest.raises(ConnectionFailed) as caught:
+        await done(box.exec("x"))
+    assert caught.value.sandbox_alive is True
+
+
 async def test_complete_http_answer_without_end_record_is_a_loss_too(
     box: Any, server: FakeServer
 ) -> None:
