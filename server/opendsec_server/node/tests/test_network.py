@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What a sandbox can and cannot reach, with a network namespace standing for the internet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from opendsec_server.contract.node import NetworkPolicy
+from opendsec_server.node import syscalls
+from opendsec_server.node.tests.conftest import MakeNode
+from opendsec_server.node.tests.machine import NodeProcess
+
+pytestmark = pytest.mark.node
+
+PUBLIC = "203.0.114.10"
+PRIVATE = "192.168.77.10"
+METADATA = "169.254.169.254"
+HOST_END = "203.0.114.1"
+PORT = 8_080
+NAME = "service.example"
+ANSWER = "203.0.114.77"
+
+
+@dataclass
+class World:
+    """The far side: a web port and a resolver on public, private and metadata addresses."""
+
+    questions: list[bytes]
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _dns_answer(question: bytes) -> bytes:
+    """Every name is ``ANSWER`` (RFC 1035)."""
+    head = question[:2] + b"\x81\x80\0\1\0\1\0\0\0\0"
+    body = question[12 : question.index(b"\0", 12) + 5]
+    return head + body + b"\xc0\x0c\0\1\0\1\0\0\0\x3c\0\4" + socket.inet_aton(ANSWER)
+
+
+def _serve(namespace: str, stop: threading.Event, world: World, ready: threading.Event) -> None:
+    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    syscalls.setns(fd, syscalls.CLONE_NEWNET)
+    os.close(fd)
+    with (
+        socket.create_server(("0.0.0.0", PORT), backlog=64) as web,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as dns,
+    ):
+        web.settimeout(0.05)
+        dns.settimeout(0.05)
+        dns.bind((PRIVATE, 53))
+        ready.set()
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                connection, _peer = web.accept()
+                with connection:
+                    connection.sendall(b"hello\n")
+            with contextlib.suppress(TimeoutError):
+                question, peer = dns.recvfrom(512)
+                world.questions.append(question)
+                # An address record only; other kinds are answered without one.
+                kind = struct.unpack(">H", question[question.index(b"\0", 12) + 1 :][:2])[0]
+                dns.sendto(
+                    _dns_answer(question)
+                    if kind == 1
+                    else question[:2] + b"\x81\x80" + question[4:6] + b"\0" * 6 + question[12:],
+                    peer,
+                )
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A namespace behind a link; nothing leaves the machine."""
+    if os.geteuid() != 0:
+        pytest.skip("a network namespace needs root")
+    name = "odw" + secrets.token_hex(3)
+    link = f"w{name[3:]}"
+    _ip("netns", "add", name)
+    stop, ready, world = threading.Event(), threading.Event(), World([])
+    try:
+        _ip("link", "add", link, "type", "veth", "peer", "name", "far", "netns", name)
+        _ip("addr", "add", f"{HOST_END}/24", "dev", link)
+        _ip("link", "set", link, "up")
+        for address in (f"{PUBLIC}/24", f"{PRIVATE}/32", f"{METADATA}/32"):
+            _ip("-n", name, "addr", "add", address, "dev", "far")
+        _ip("-n", name, "link", "set", "far", "up")
+        for address in (PRIVATE, METADATA):
+            _ip("route", "add", f"{address}/32", "dev", link)
+        thread = threading.Thread(target=_serve, args=(name, stop, world, ready))
+        thread.start()
+        assert ready.wait(10)
+        yield world
+        stop.set()
+        thread.join()
+    finally:
+        stop.set()
+        _ip("netns", "del", name)
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "del", link)
+
+
+@pytest.fixture
+async def online(make_node: MakeNode, world: World) -> AsyncIterator[NodeProcess]:
+    """A node whose resolver is the world's, on a private address."""
+    node = make_node(dns_servers=(PRIVATE,))
+    await node.start()
+    assert node.config_error is None
+    yield node
+
+
+CONNECT = """
+import socket, sys
+s = socket.socket(); s.settimeout(4)
+try: s.connect((sys.argv[1], int(sys.argv[2]))); print("open")
+except OSError: print("closed")
+"""
+
+
+async def reach(node: NodeProcess, spec: object, address: str, port: int = PORT) -> str:
+    """``open`` or ``closed``, tried from inside, as root."""
+    _code, output = await node.exec(  # type: ignore[arg-type]
+        spec, f"python3 -c '{CONNECT}' {address} {port}", user="root"
+    )
+    return output.strip()
+
+
+async def resolves(node: NodeProcess, spec: object) -> bool:
+    """Whether a name is resolved inside."""
+    code, output = await node.exec(spec, f"timeout 8 getent ahostsv4 {NAME}")  # type: ignore[arg-type]
+    return code == 0 and ANSWER in output
+
+
+async def test_default_policy(online: NodeProcess) -> None:
+    spec = await online.create()
+    assert await reach(online, spec, PUBLIC) == "open"
+    assert await reach(online, spec, PRIVATE) == "closed"
+    assert await reach(online, spec, METADATA) == "closed"
+    assert await resolves(online, spec), "the resolver is private and must work all the same"
+    assert await reach(online, spec, PRIVATE, 53) == "closed"
+
+
+async def test_allow_and_deny(online: NodeProcess) -> None:
+    allowed = await online.create(network=NetworkPolicy(allow=("192.168.77.0/24",)))
+    assert await reach(online, allowed, PRIVATE) == "open"
+    denied = await online.create(network=NetworkPolicy(deny=("203.0.114.0/24",)))
+    assert await reach(online, denied, PUBLIC) == "closed"
+    both = await online.create(
+        network=NetworkPolicy(deny=("203.0.114.0/24",), allow=(PUBLIC, METADATA))
+    )
+    assert await reach(online, both, PUBLIC) == "open"
+    assert await reach(online, both, METADATA) == "closed", "not even when allowed"
+
+
+async def test_no_internet(online: NodeProcess, world: World) -> None:
+    spec = await online.create(network=NetworkPolicy(internet=False))
+    assert await reach(online, spec, PUBLIC) == "closed"
+    assert not await resolves(online, spec)
+    assert world.questions == []
+    some = await online.create(network=NetworkPolicy(internet=False, allow=(PUBLIC,)))
+    assert await reach(online, some, PUBLIC) == "open"
+    assert await reach(online, some, ANSWER) == "closed"
+    assert await resolves(online, some)
+
+
+async def test_sandboxes_and_host_are_closed(online: NodeProcess) -> None:
+    everything = NetworkPolicy(allow=("0.0.0.0/0",))
+    one, two = await online.create(network=everything), await online.create(network=everything)
+    route = await online.call("route", two.sandbox_id)
+    assert await reach(online, one, route["address"], 49_983) == "closed"
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        port = listener.getsockname()[1]
+        for address in ("169.254.0.1", HOST_END, "10.255.255.254"):
+            assert await reach(online, one, address, port) == "closed", address
+    code, _ = await online.exec(one, "python3 -c '" + CONNECT + "' ::1 1; ip -6 route | grep .")
+    assert code != 0, "no IPv6 leaves the sandbox"
+
+
+async def test_only_the_host_reaches_a_sandbox(online: NodeProcess, world: World) -> None:
+    """Not even a router that knows the way gets in."""
+    spec = await online.create()
+    address = (await online.call("route", spec.sandbox_id))["address"]
+    namespace = [n for n in os.listdir("/run/netns") if n.startswith("odw")][0]
+    _ip("-n", namespace, "route", "add", f"{address}/32", "via", HOST_END)
+    tried = subprocess.run(
+        ["ip", "netns", "exec", namespace, sys.executable, "-c", CONNECT, address, "49983"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert tried.stdout.strip() == "closed"
+    with pytest.raises(OSError):
+        socket.create_connection((address, 22), timeout=2)
+
+
+async def test_replaced_while_running(online: NodeProcess) -> None:
+    """At once, also for connections that are already open; the agent is not cut off."""
+    spec = await online.create()
+    hold = (
+        "import socket, time\n"
+        f"s = socket.create_connection(('{PUBLIC}', {PORT}), 4)\n"
+        "open('/tmp/held', 'w').close()\n"
+    )
+    await online.exec(spec, f'python3 -c "{hold}"')
+    await online.call("set_network", spec.sandbox_id, {"internet": False})
+    assert await reach(online, spec, PUBLIC) == "closed"
+    assert not await resolves(online, spec)
+    await online.call("set_network", spec.sandbox_id, {"internet": True, "deny": [ANSWER]})
+    assert await reach(online, spec, PUBLIC) == "open"
+    assert await reach(online, spec, ANSWER) == "closed"
+    assert await resolves(online, spec)
+
+
+async def test_address_used_again(make_node: MakeNode, world: World) -> None:
+    """A later sandbox of the same address knows nothing of the earlier one's connections."""
+    node = make_node(dns_servers=(PRIVATE,), sandboxes_max=1, slots_ready=1)
+    await node.start()
+    seen = set()
+    for _ in range(4):
+        spec = await node.create()
+        seen.add((await node.call("route", spec.sandbox_id))["address"])
+        assert await reach(node, spec, PUBLIC) == "open"
+        assert await resolves(node, spec)
+        await node.call("kill", spec.sandbox_id)
+    assert len(seen) <= 4
