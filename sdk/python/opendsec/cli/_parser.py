@@ -108,6 +108,8 @@ def _command(
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+    # Also understood here, where people look for it; SUPPRESS keeps the value given before.
+    parser.add_argument("--url", default=argparse.SUPPRESS, help="address of the server")
     parser.set_defaults(handler=handler)
     return parser
 

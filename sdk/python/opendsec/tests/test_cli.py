@@ -78,6 +78,14 @@ def test_options_end_where_the_program_begins(line: list[str], expected: list[st
     assert args.program == expected
 
 
+def test_address_is_taken_before_and_after_the_command() -> None:
+    parser = build_parser()
+    assert parser.parse_args(["--url", "http://a", "ls"]).url == "http://a"
+    assert parser.parse_args(["ls", "--url", "http://b"]).url == "http://b"
+    assert parser.parse_args(["exec", "--url", "http://c", "i1", "ls", "--url"]).url == "http://c"
+    assert parser.parse_args(["ls"]).url is None
+
+
 def test_values() -> None:
     args = build_parser().parse_args(["create", "--memory", "2g", "--timeout", "5m", "-e", "A=b=c"])
     assert (args.memory, args.timeout, args.env) == (2048, 300, [("A", "b=c")])
