@@ -6,8 +6,10 @@
 
 use std::time::Duration;
 
-/// Open TCP connections; further ones wait in the listen backlog.
-pub const CONNECTIONS_MAX: usize = 4096;
+/// Open TCP connections; further ones wait in the listen backlog. An idle one costs 13 KiB.
+pub const CONNECTIONS_MAX: usize = 2048;
+/// Connections that wait to be taken.
+pub const LISTEN_BACKLOG: u32 = 1024;
 /// Time for a request head to arrive. It also ends idle keep-alive connections, so a client pool
 /// must drop its idle connections earlier than this.
 pub const REQUEST_HEAD_TIMEOUT: Duration = Duration::from_secs(120);
@@ -22,7 +24,7 @@ pub const MESSAGE_BYTES_MAX: usize = 16 * 1024 * 1024;
 pub const BUFFERED_BODIES_BYTES_MAX: usize = 64 * 1024 * 1024;
 
 /// Open response streams (process, watch) together.
-pub const STREAMS_MAX: usize = 2048;
+pub const STREAMS_MAX: usize = 2000;
 /// Processes started through the API that have not ended.
 pub const PROCESSES_MAX: usize = 1024;
 /// Arguments and environment of one command, in bytes; the kernel's own limit is near this.

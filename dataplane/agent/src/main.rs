@@ -29,7 +29,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use rustix::process::Signal;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 
 use crate::agent::{Agent, EndReason};
 use crate::process::table::ProcessTable;
@@ -87,7 +87,7 @@ fn run(listen: SocketAddr) -> io::Result<()> {
         .build()?;
     runtime.block_on(async {
         let reaper = Reaper::start()?;
-        let listener = TcpListener::bind(listen).await?;
+        let listener = listen_on(listen)?;
         let address = listener.local_addr()?;
         let proc_dir = Arc::new(std::fs::File::open("/proc")?.into());
         let is_init = std::process::id() == 1;
@@ -105,6 +105,14 @@ fn run(listen: SocketAddr) -> io::Result<()> {
         shut_down(&agent).await;
         Ok(())
     })
+}
+
+fn listen_on(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    // A new agent takes the place of one that ended just now.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(limits::LISTEN_BACKLOG)
 }
 
 /// The agent shares the sandbox's memory limit with the user's programs, so what a burst of calls
