@@ -19,6 +19,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
 const ID: &str = "iabcd0123456789abcde";
+const MINIMAL_ID: &str = "imin0000000000000000";
 const TOTAL_BYTES: u64 = 1 << 30;
 const BLOCK_BYTES: usize = 256 * 1024;
 const REQUESTS: usize = 6_000;
@@ -51,7 +52,7 @@ async fn main() -> Outcome<()> {
         "GET, minimal agent",
         minimal,
         edge.address,
-        &small("imin00000000000000000"),
+        &small(MINIMAL_ID),
         REQUESTS,
     )
     .await?;
@@ -167,13 +168,14 @@ fn serve_control(path: &Path, minimal: SocketAddr, real: SocketAddr) -> io::Resu
                         }
                     }
                 }
-                let agent = if head.contains("/imin") {
-                    minimal
+                let id = if head.contains("/imin") {
+                    MINIMAL_ID
                 } else {
-                    real
+                    ID
                 };
+                let agent = if id == MINIMAL_ID { minimal } else { real };
                 let body = format!(
-                    r#"{{"sandbox_id":"{ID}","state":"running","address":"{}","agent_port":{},"control_token":"c","traffic_token":"t"}}"#,
+                    r#"{{"sandbox_id":"{id}","state":"running","address":"{}","agent_port":{},"control_token":"c","traffic_token":"t"}}"#,
                     agent.ip(),
                     agent.port()
                 );
@@ -384,7 +386,7 @@ async fn latency(
 }
 
 async fn download(target: SocketAddr) -> Outcome<()> {
-    read_body(target, &routed("GET /big", "imin00000000000000000", "")).await
+    read_body(target, &routed("GET /big", MINIMAL_ID, "")).await
 }
 
 async fn download_file(target: SocketAddr) -> Outcome<()> {
@@ -412,11 +414,7 @@ async fn read_body(target: SocketAddr, request: &[u8]) -> Outcome<()> {
 
 async fn upload(target: SocketAddr) -> Outcome<()> {
     let rest = format!("Content-Length: {TOTAL_BYTES}\r\n");
-    send_body(
-        target,
-        &routed("POST /sink", "imin00000000000000000", &rest),
-    )
-    .await
+    send_body(target, &routed("POST /sink", MINIMAL_ID, &rest)).await
 }
 
 async fn upload_file(target: SocketAddr) -> Outcome<()> {
@@ -492,12 +490,13 @@ async fn idle(edge: &Edge) -> Outcome<()> {
     }
     tokio::time::sleep(Duration::from_secs(1)).await;
     let silent = edge.memory_kib()? - before;
-    let request = small("imin00000000000000000");
+    let request = small(MINIMAL_ID);
     for stream in &mut held {
         stream.write_all(&request).await?;
         read_answer(stream, &mut Vec::new()).await?;
     }
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    // They give up their buffers after a while at rest.
+    tokio::time::sleep(Duration::from_secs(6)).await;
     let used = edge.memory_kib()? - before;
     let per = |kib: u64| kib as f64 / IDLE_CONNECTIONS as f64;
     println!(

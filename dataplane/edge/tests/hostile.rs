@@ -322,3 +322,46 @@ async fn a_port_in_use_is_explained() {
         "{log}"
     );
 }
+
+#[tokio::test]
+async fn connections_at_rest_wake_up_where_they_were() {
+    let world = World::start_with(Options {
+        tls: true,
+        ..Options::default()
+    })
+    .await;
+    world.add(ID, echo_agent().await);
+    let get = to_port("GET", ID, 49_983, "/", "");
+    let post = to_port("POST", ID, 49_983, "/post", "Content-Length: 4\r\n") + "body";
+    let (early, late) = get.split_at(9);
+    let mut plain = world.connect().await;
+    let mut half = world.connect().await;
+    let mut unread = world.connect().await;
+    for wire in [&mut plain, &mut half] {
+        wire.send(&get).await;
+        assert_eq!(wire.answer().await.status, 200);
+    }
+    // The edge refuses this before the body has come: what follows is not a request.
+    unread
+        .send(to_port(
+            "POST",
+            "igone",
+            49_983,
+            "/",
+            "Content-Length: 1000\r\n",
+        ))
+        .await;
+    assert_eq!(unread.answer().await.status, 502);
+    half.send(early).await;
+    // Longer than it takes to come to rest.
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    half.send(late).await;
+    assert_eq!(half.answer().await.status, 200);
+    for _ in 0..3 {
+        plain.send(&post).await;
+        assert_eq!(plain.answer().await.json()["bytes"], 4);
+    }
+    drop(unread.stream.write_all(get.as_bytes()).await);
+    while unread.more().await {}
+    assert_eq!(String::from_utf8_lossy(&unread.buffer), "");
+}
