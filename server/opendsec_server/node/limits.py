@@ -37,6 +37,9 @@ ENDED_KEPT_MAX = 10_000
 ENDED_KEPT_S = 24 * 3_600
 """How many ended sandboxes the journal keeps, and for how long."""
 
+SLOTS_RESTING = 64
+"""Slot numbers beyond those in use, so that a freed one can rest before it is used again."""
+
 HOUSEKEEPING_INTERVAL_S = 60.0
 
 IDLE_RECHECK_FLOOR_S = 1.0

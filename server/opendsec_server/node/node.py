@@ -386,7 +386,7 @@ async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Servic
         instance=config.instance,
         network_cidr=config.network_cidr,
         ready_wanted=config.slots_ready,
-        capacity=config.sandboxes_max + config.slots_ready,
+        capacity=config.sandboxes_max + config.slots_ready + limits.SLOTS_RESTING,
         user_namespaces=config.user_namespaces == "auto" and user_namespaces_usable(paths),
     )
     slots.maker.start()

@@ -109,7 +109,12 @@ class SlotMaker:
             made.append(_user_namespace(id_base))
 
     def _connect(self, link: str, address: str, netns: int, inside: netlink.Netlink) -> None:
-        self._host.send(netlink.veth(link, netns))
+        try:
+            self._host.send(netlink.veth(link, netns))
+        except FileExistsError:
+            # The number's last namespace is still being taken apart by the kernel.
+            netlink.delete_link_if_there(self._host, link)
+            self._host.send(netlink.veth(link, netns))
         index = netlink.link_index(link)
         _write_sysctl(f"net/ipv6/conf/{link}/disable_ipv6", "1")
         _write_sysctl(f"net/ipv4/conf/{link}/rp_filter", "1")
