@@ -203,7 +203,7 @@ class AsyncSandbox:
         return self.record
 
     async def kill(self) -> bool:
-        """End it. Returns when nothing of it runs; False if it had ended before."""
+        """End it. Returns when nothing of it runs; False if the server knows it no more."""
         return await self._client.kill(self.sandbox_id)
 
     async def metrics(

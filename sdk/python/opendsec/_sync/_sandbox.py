@@ -205,7 +205,7 @@ class Sandbox:
         return self.record
 
     def kill(self) -> bool:
-        """End it. Returns when nothing of it runs; False if it had ended before."""
+        """End it. Returns when nothing of it runs; False if the server knows it no more."""
         return self._client.kill(self.sandbox_id)
 
     def metrics(
