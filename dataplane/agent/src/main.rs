@@ -108,7 +108,11 @@ fn run(listen: SocketAddr) -> io::Result<()> {
 }
 
 fn listen_on(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    let socket = if address.is_ipv4() {
+        TcpSocket::new_v4()
+    } else {
+        TcpSocket::new_v6()
+    }?;
     // A new agent takes the place of one that ended just now.
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;

@@ -282,10 +282,25 @@ unsafe fn take_identity(plan: &Plan) -> bool {
 ///
 /// SAFETY: system calls only.
 unsafe fn reset_signals() {
-    // SAFETY: the set is initialised by sigemptyset before use.
+    /// Size of the kernel's signal set, and the last signal.
+    const KERNEL_SET_BYTES: usize = 8;
+    const SIGNAL_LAST: i32 = 64;
+    // The kernel's own structure (handler, flags, restorer, mask): all zero is the default action.
+    // glibc's function refuses two of the signals, and they may have been ignored before.
+    let default = [0u64; 4];
+    // SAFETY: `default` is as large as the kernel's structure on 64-bit systems; the set is
+    // initialised by sigemptyset before use.
     unsafe {
-        for number in 1..=libc::SIGRTMAX() {
-            libc::signal(number, libc::SIG_DFL);
+        for number in 1..=SIGNAL_LAST {
+            let action = default.as_ptr();
+            let no_old = ptr::null_mut::<u64>();
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                number,
+                action,
+                no_old,
+                KERNEL_SET_BYTES,
+            );
         }
         let mut none = std::mem::zeroed();
         libc::sigemptyset(&raw mut none);
