@@ -192,6 +192,7 @@ class Lifecycle:
         except Exception as exc:
             await self._start_failed(box, exc)
             return
+        box.start_task = None
         self.watch(box)
         if box.abort_reason is not None:
             box.start_error = _killed_while_starting()
@@ -306,7 +307,8 @@ class Lifecycle:
         """Take a sandbox down, whatever its state; returns the task that does."""
         if box.end_task is not None:
             return box.end_task
-        if box.state in (State.PENDING, State.STARTING) and box.start_task is not None:
+        if box.start_task is not None:
+            # The task that starts it also takes it down: two at once would race.
             if box.abort_reason is None:
                 box.abort_reason = reason
                 box.aborted.set()

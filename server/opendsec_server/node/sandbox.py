@@ -28,7 +28,7 @@ class Sandbox:
         exit_code: How that process ended, if we could learn it; negative: minus the signal.
         abort_reason: Set while starting: stop starting and end with this reason.
         aborted: Fires with ``abort_reason``.
-        start_task: Brings it up; finished once it runs or has ended.
+        start_task: Brings it up, or takes it down again; None once it runs.
         start_error: Why it did not come up.
         end_task: Takes it down.
     """

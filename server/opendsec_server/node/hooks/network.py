@@ -29,4 +29,4 @@ class Network:
         if left:
             raise RuntimeError(f"address {box.slot.address} is kept: processes {sorted(left)} live")
         slot, box.slot = box.slot, None
-        await self._slots.release(slot)
+        self._slots.release(slot)

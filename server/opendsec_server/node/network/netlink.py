@@ -28,7 +28,9 @@ _RTM_DELLINK = 17
 _RTM_GETLINK = 18
 _RTM_NEWADDR = 20
 _RTM_NEWROUTE = 24
+_RTM_NEWNEIGH = 28
 
+_IFLA_ADDRESS = 1
 _IFLA_IFNAME = 3
 _IFLA_LINKINFO = 18
 _IFLA_NET_NS_FD = 28
@@ -37,6 +39,9 @@ _IFLA_INFO_DATA = 2
 _VETH_INFO_PEER = 1
 _IFA_ADDRESS = 1
 _IFA_LOCAL = 2
+_NDA_DST = 1
+_NDA_LLADDR = 2
+_NUD_PERMANENT = 0x80
 _RTA_DST = 1
 _RTA_OIF = 4
 _RTA_GATEWAY = 5
@@ -89,10 +94,16 @@ Message = tuple[int, int, bytes]
 """Type, extra flags, payload."""
 
 
+HOST_MAC = bytes.fromhex("020d5ec00001")
+GUEST_MAC = bytes.fromhex("020d5ec00002")
+"""Link addresses of the two ends. Each pair is a network of its own, so all may be alike."""
+
+
 def veth(name: str, peer_netns_fd: int) -> Message:
     """Create a pair: ``name`` here, ``eth0`` in the namespace behind the descriptor. Both down."""
     peer = (
         _ifinfo(GUEST_INDEX)
+        + _attr(_IFLA_ADDRESS, GUEST_MAC)
         + _attr(_IFLA_IFNAME, _name("eth0"))
         + _attr(_IFLA_NET_NS_FD, _u32(peer_netns_fd))
     )
@@ -100,7 +111,10 @@ def veth(name: str, peer_netns_fd: int) -> Message:
         _IFLA_INFO_DATA | _NLA_F_NESTED, _attr(_VETH_INFO_PEER | _NLA_F_NESTED, peer)
     )
     payload = (
-        _ifinfo() + _attr(_IFLA_IFNAME, _name(name)) + _attr(_IFLA_LINKINFO | _NLA_F_NESTED, info)
+        _ifinfo()
+        + _attr(_IFLA_IFNAME, _name(name))
+        + _attr(_IFLA_ADDRESS, HOST_MAC)
+        + _attr(_IFLA_LINKINFO | _NLA_F_NESTED, info)
     )
     return _RTM_NEWLINK, _NLM_F_CREATE | _NLM_F_EXCL, payload
 
@@ -121,6 +135,14 @@ def address(index: int, ip: str) -> Message:
     payload = struct.pack("=BBBBi", socket.AF_INET, 32, 0, _RT_SCOPE_UNIVERSE, index)
     payload += _attr(_IFA_LOCAL, raw) + _attr(_IFA_ADDRESS, raw)
     return _RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_EXCL, payload
+
+
+def neighbour(index: int, ip: str, mac: bytes) -> Message:
+    """A permanent neighbour. Learnt ones are counted over all namespaces together against
+    ``net.ipv4.neigh.default.gc_thresh3`` (1,024 by default), which 512 slots would exhaust."""
+    payload = struct.pack("=BxxxiHBB", socket.AF_INET, index, _NUD_PERMANENT, 0, _RTN_UNICAST)
+    payload += _attr(_NDA_DST, socket.inet_aton(ip)) + _attr(_NDA_LLADDR, mac)
+    return _RTM_NEWNEIGH, _NLM_F_CREATE, payload
 
 
 def host_route(index: int, ip: str, source: str) -> Message:

@@ -39,6 +39,7 @@ class SlotMaker:
         self._nft = Nft()
         self._host_netns = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         self._host = netlink.Netlink()
+        self._conntrack = netlink.Netlink(netfilter=True)
 
     def serve(self) -> None:
         """Answer until the daemon is gone."""
@@ -64,8 +65,6 @@ class SlotMaker:
                 return {"ok": True}, made
             if operation == "policy":
                 self._inside(fds[0], lambda: self._replace_policy(**request))
-            elif operation == "forget":
-                self._forget(**request)
             elif operation == "unlink":
                 self._unlink(**request)
             elif operation == "host":
@@ -91,7 +90,12 @@ class SlotMaker:
         id_base: int | None,
         route_localnet: bool,
     ) -> None:
-        """Network namespace, link, firewall, and the user namespace whose map the slot uses."""
+        """Network namespace, link, firewall, and the user namespace whose map the slot uses.
+
+        The address may have been another sandbox's: the host first forgets its connections.
+        """
+        with contextlib.suppress(OSError):
+            self._conntrack.send(netlink.conntrack_delete_from(address))
         syscalls.unshare(syscalls.CLONE_NEWNET)
         try:
             netns = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -123,17 +127,14 @@ class SlotMaker:
             netlink.link_up(netlink.GUEST_INDEX),
             netlink.address(netlink.GUEST_INDEX, address),
             netlink.default_route_onlink(netlink.GUEST_INDEX, GATEWAY),
+            netlink.neighbour(netlink.GUEST_INDEX, GATEWAY, netlink.HOST_MAC),
         )
         self._host.send(
             netlink.link_up(index),
             netlink.address(index, GATEWAY),
             netlink.host_route(index, address, GATEWAY),
+            netlink.neighbour(index, address, netlink.GUEST_MAC),
         )
-
-    def _forget(self, *, address: str) -> None:
-        """Drop the host's memory of a slot's connections, before its address is used again."""
-        with netlink.Netlink(netfilter=True) as conntrack, contextlib.suppress(OSError):
-            conntrack.send(netlink.conntrack_delete_from(address))
 
     def _unlink(self, *, links: list[str]) -> None:
         """Remove links left by nobody knows whom. Costs about 15 ms each; a slot's own link goes

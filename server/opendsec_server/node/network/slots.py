@@ -334,11 +334,9 @@ class SlotPool:
         """
         await self.maker.ask("policy", fds=(slot.netns_fd,), ruleset=policy_commands(policy))
 
-    async def release(self, slot: Slot) -> None:
+    def release(self, slot: Slot) -> None:
         """Give a slot back after its sandbox's last process is gone."""
         self._close(slot)
-        with contextlib.suppress(SlotMakerError):
-            await self.maker.ask("forget", address=slot.address)
         self.free_number(slot.number)
 
     def free_number(self, number: int) -> None:
