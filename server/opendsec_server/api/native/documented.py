@@ -44,6 +44,10 @@ class Operation(msgspec.Struct, kw_only=True, frozen=True):
     parameters: tuple[Parameter, ...] = ()
     errors: tuple[type[OpendsecError], ...] = ()
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Operation:
+        """Itself: the framework copies every handler, and this never changes."""
+        return self
+
 
 def documented(operation: Operation) -> dict[str, Any]:
     """The handler's ``opt`` that carries its documentation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -156,10 +157,11 @@ def _example(error: type[OpendsecError]) -> dict[str, Any]:
 
 def document_handler(handlers: Sequence[HTTPRouteHandler], prefix: str) -> HTTPRouteHandler:
     """A handler that serves the document, open to everyone."""
-    document = build_document(handlers, prefix)
+    # Seldom asked for, and not worth its time at every start.
+    document = cache(lambda: build_document(handlers, prefix))
 
     @get(f"{prefix}/openapi.json")
     async def openapi_document(request: Request) -> Response[bytes]:
-        return Response(document, media_type="application/json")
+        return Response(document(), media_type="application/json")
 
     return openapi_document

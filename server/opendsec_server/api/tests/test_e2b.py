@@ -120,38 +120,39 @@ async def test_create_with_everything(http: httpx.AsyncClient, plane: Plane) -> 
     }
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ({"autoPause": True}, 501),
-        ({"autoResume": {"enabled": True}}, 501),
-        ({"autoPauseMemory": False}, 400),
-        ({"volumeMounts": [{"name": "v", "path": "/v"}]}, 501),
-        ({"iam": {"tokens": {"t": {"audience": "a", "tokenType": "jwt"}}}}, 501),
-        ({"network": {"rules": {"x.com": []}}}, 501),
-        ({"network": {"egressProxy": {"address": "h:1"}}}, 501),
-        ({"network": {"dnsServers": ["1.1.1.1"]}}, 501),
-        ({"network": {"allowOut": ["*.example.com"], "denyOut": ["0.0.0.0/0"]}}, 501),
-        ({"network": {"denyOut": ["example.com"]}}, 400),
-        ({"network": {"denyOut": ["1.2.3.4.5"]}}, 400),
-        ({"timeout": 10**7}, 400),
-        ({"timeout": -1}, 400),
-        ({"timeout": 10**40}, 400),
-        ({"timeout": "5"}, 400),
-        ({"templateID": "unknown"}, 404),
-        ({"templateID": "Not A Name"}, 400),
-        ({"templateID": None}, 400),
-        ({"metadata": {"a": 1}}, 400),
-        ({"envVars": {"": "x"}}, 400),
-    ],
-)
+CREATES_REFUSED: list[tuple[dict[str, object], int]] = [
+    ({"autoPause": True}, 501),
+    ({"autoResume": {"enabled": True}}, 501),
+    ({"autoPauseMemory": False}, 400),
+    ({"volumeMounts": [{"name": "v", "path": "/v"}]}, 501),
+    ({"iam": {"tokens": {"t": {"audience": "a", "tokenType": "jwt"}}}}, 501),
+    ({"network": {"rules": {"x.com": []}}}, 501),
+    ({"network": {"egressProxy": {"address": "h:1"}}}, 501),
+    ({"network": {"dnsServers": ["1.1.1.1"]}}, 501),
+    ({"network": {"allowOut": ["*.example.com"], "denyOut": ["0.0.0.0/0"]}}, 501),
+    ({"network": {"denyOut": ["example.com"]}}, 400),
+    ({"network": {"denyOut": ["1.2.3.4.5"]}}, 400),
+    ({"timeout": 10**7}, 400),
+    ({"timeout": -1}, 400),
+    ({"timeout": 10**40}, 400),
+    ({"timeout": "5"}, 400),
+    ({"templateID": "unknown"}, 404),
+    ({"templateID": "Not A Name"}, 400),
+    ({"templateID": None}, 400),
+    ({"metadata": {"a": 1}}, 400),
+    ({"envVars": {"": "x"}}, 400),
+]
+
+
 async def test_create_refused(
-    http: httpx.AsyncClient, plane: Plane, body: dict[str, object], status: int
+    http: httpx.AsyncClient, plane: Plane, subtests: pytest.Subtests
 ) -> None:
-    for path in ("/v2/sandboxes", "/sandboxes"):
-        refused = await http.post(path, json={"templateID": "base", **body})
-        check_error(refused, status, "not_supported" if status == 501 else None)
-        assert refused.headers["Should-Retry"] == "false"
+    for body, status in CREATES_REFUSED:
+        for path in ("/v2/sandboxes", "/sandboxes"):
+            with subtests.test(path=path, body=body):
+                refused = await http.post(path, json={"templateID": "base", **body})
+                check_error(refused, status, "not_supported" if status == 501 else None)
+                assert refused.headers["Should-Retry"] == "false"
     assert not plane.node.specs
 
 
@@ -356,39 +357,39 @@ async def test_templates(http: httpx.AsyncClient) -> None:
     check_error(await http.get("/templates/aliases/none"), 404)
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/snapshots"),
-        ("DELETE", "/templates/team%2Fsnap%3Adefault"),
-        ("DELETE", "/templates/base"),
-        ("POST", "/v3/templates"),
-        ("GET", "/templates/base/files/" + "0" * 64),
-        ("POST", "/v2/templates/x/builds/y"),
-        ("GET", "/templates/x/builds/y/status"),
-        ("POST", "/templates/tags"),
-        ("DELETE", "/templates/tags"),
-        ("GET", "/templates/base/tags"),
-        ("PATCH", "/v2/templates/base"),
-        ("POST", "/volumes"),
-        ("GET", "/volumes"),
-        ("DELETE", "/volumes/x"),
-        ("GET", "/secrets"),
-        ("DELETE", "/secrets/x"),
-        ("GET", "/teams"),
-    ],
-)
-async def test_what_comes_later(http: httpx.AsyncClient, method: str, path: str) -> None:
-    refused = await http.request(method, path, json={})
-    check_error(refused, 501, "not_supported")
-    assert refused.headers["Should-Retry"] == "false"
+COMES_LATER = [
+    ("GET", "/snapshots"),
+    ("DELETE", "/templates/team%2Fsnap%3Adefault"),
+    ("DELETE", "/templates/base"),
+    ("POST", "/v3/templates"),
+    ("GET", "/templates/base/files/" + "0" * 64),
+    ("POST", "/v2/templates/x/builds/y"),
+    ("GET", "/templates/x/builds/y/status"),
+    ("POST", "/templates/tags"),
+    ("DELETE", "/templates/tags"),
+    ("GET", "/templates/base/tags"),
+    ("PATCH", "/v2/templates/base"),
+    ("POST", "/volumes"),
+    ("GET", "/volumes"),
+    ("DELETE", "/volumes/x"),
+    ("GET", "/secrets"),
+    ("DELETE", "/secrets/x"),
+    ("GET", "/teams"),
+]
 
 
-@pytest.mark.parametrize("action", ["pause", "resume", "fork", "snapshots"])
-async def test_what_comes_later_on_a_sandbox(http: httpx.AsyncClient, action: str) -> None:
+async def test_what_comes_later(http: httpx.AsyncClient, subtests: pytest.Subtests) -> None:
     name = await make(http)
-    check_error(await http.post(f"/sandboxes/{name}/{action}", json={}), 501, "not_supported")
-    check_error(await http.post(f"/sandboxes/iunknown/{action}", json={}), 404)
+    calls = COMES_LATER + [
+        ("POST", f"/sandboxes/{name}/{action}")
+        for action in ("pause", "resume", "fork", "snapshots")
+    ]
+    for method, path in calls:
+        with subtests.test(method=method, path=path):
+            refused = await http.request(method, path, json={})
+            check_error(refused, 501, "not_supported")
+            assert refused.headers["Should-Retry"] == "false"
+    check_error(await http.post("/sandboxes/iunknown/pause", json={}), 404)
 
 
 async def test_keys(plane: Plane) -> None:

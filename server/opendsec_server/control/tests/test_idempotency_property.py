@@ -31,6 +31,9 @@ from .store_faults import broken_store
 PARAMS = CreateParams(metadata={"run": "1"})
 OTHER = CreateParams(metadata={"run": "2"})
 
+STUCK_S = 30
+"""An example that takes longer waits for something that never comes."""
+
 STEPS = st.lists(
     st.sampled_from(
         [
@@ -99,7 +102,7 @@ class World:
 
     async def crash(self) -> None:
         """The process is gone: nothing is finished, nothing is undone."""
-        for task in list(self.services.creates._tasks):
+        for task in (*self.calls, *self.services.creates._tasks):
             task.cancel()
         await self.collect()
         await self.services.watcher.stop()
@@ -132,10 +135,11 @@ class World:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_one_key_one_sandbox(steps: list[str]) -> None:
     async def live(world: World) -> None:
-        await world.start()
-        for name in steps:
-            await world.step(name)
-        await world.finish()
+        async with asyncio.timeout(STUCK_S):
+            await world.start()
+            for name in steps:
+                await world.step(name)
+            await world.finish()
 
     with tempfile.TemporaryDirectory() as state_dir:
         asyncio.run(live(World(seeded(Path(state_dir)))))
