@@ -31,6 +31,13 @@ pub const PROCESSES_MAX: usize = 1024;
 pub const EXEC_BYTES_MAX: usize = 2 * 1024 * 1024;
 /// Time from fork to exec; a longer one means that the program lies on a hung file system.
 pub const EXEC_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often the agent looks whether an orphaned program is still there.
+pub const ORPHAN_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Unclaimed exit statuses that are kept, and for how long: a program and its keeper may die
+/// before the agent has heard of the program.
+pub const UNCLAIMED_EXITS_MAX: usize = 4096;
+/// See `UNCLAIMED_EXITS_MAX`; as long as starting may take.
+pub const UNCLAIMED_EXIT_AGE: Duration = EXEC_TIMEOUT;
 /// Largest piece of output in one event.
 pub const OUTPUT_CHUNK_BYTES: usize = 32 * 1024;
 /// Output events waiting for one subscriber; with the chunk size this is 256 KiB. When they are

@@ -24,15 +24,20 @@ use crate::limits::CHILD_OOM_SCORE_ADJ;
 const KEEPER_NAME: &CStr = c"opendsec-keeper";
 /// Bytes of one report.
 pub const REPORT_BYTES: usize = 12;
-const KIND_STARTED: i32 = 1;
-const KIND_FAILED: i32 = 2;
-const KIND_ENDED: i32 = 3;
+const KIND_FORKED: i32 = 1;
+const KIND_LOADED: i32 = 2;
+const KIND_FAILED: i32 = 3;
+const KIND_ENDED: i32 = 4;
 
-/// A report of the keeper.
+/// A report of the keeper, or of the program before it is loaded. If the pipe closes without an
+/// end, the keeper was killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Report {
-    /// The program runs under this pid.
-    Started(i32),
+    /// The program's process has this pid. It says so itself, before it loads the program: what
+    /// is loaded may kill the keeper before that could say anything.
+    Forked(i32),
+    /// The program is loaded.
+    Loaded,
     /// It could not be started: step and `errno`.
     Failed(Step, i32),
     /// It ended with this wait status.
@@ -71,7 +76,8 @@ impl Report {
     pub fn decode(raw: [u8; REPORT_BYTES]) -> Option<Self> {
         let word = |at: usize| i32::from_ne_bytes([raw[at], raw[at + 1], raw[at + 2], raw[at + 3]]);
         match word(0) {
-            KIND_STARTED => Some(Report::Started(word(4))),
+            KIND_FORKED => Some(Report::Forked(word(4))),
+            KIND_LOADED => Some(Report::Loaded),
             KIND_FAILED => Some(Report::Failed(Step::from_number(word(4)), word(8))),
             KIND_ENDED => Some(Report::Ended(word(4))),
             _ => None,
@@ -168,7 +174,7 @@ unsafe fn keep(prepared: &Prepared<'_>) -> ! {
         // The copies of the agent's connections must not live on here.
         close_all_but(&mut [report, input, output, error, prepared.proc_dir]);
         // CLONE_VFORK holds the keeper until the program is loaded or has failed, so that a
-        // failure is in the pipe before the start is.
+        // failure is in the pipe before the success is.
         let flags = libc::c_long::from(libc::CLONE_VFORK | libc::SIGCHLD);
         let pid = libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) as i32;
         if pid == 0 {
@@ -184,7 +190,7 @@ unsafe fn keep(prepared: &Prepared<'_>) -> ! {
             libc::_exit(1);
         }
         close_all_but(&mut [report, report, report, report, report]);
-        tell(report, KIND_STARTED, pid, 0);
+        tell(report, KIND_LOADED, 0, 0);
         loop {
             let mut status = 0;
             let dead = libc::waitpid(-1, &raw mut status, 0);
@@ -211,6 +217,7 @@ unsafe fn become_program(prepared: &Prepared<'_>) -> ! {
             tell(report, KIND_FAILED, step as i32, *libc::__errno_location());
             libc::_exit(127)
         };
+        tell(report, KIND_FORKED, libc::getpid(), 0);
         libc::setsid();
         if plan.terminal && libc::ioctl(plan.stdio[0].as_raw_fd(), libc::TIOCSCTTY, 0) != 0 {
             fail(Step::Terminal);
@@ -366,12 +373,13 @@ mod tests {
     #[test]
     fn reports_come_back() {
         let read = |words| Report::decode(encode(words));
-        assert_eq!(read([KIND_STARTED, 7, 0]), Some(Report::Started(7)));
+        assert_eq!(read([KIND_FORKED, 7, 0]), Some(Report::Forked(7)));
         assert_eq!(
             read([KIND_FAILED, Step::Directory as i32, libc::ENOENT]),
             Some(Report::Failed(Step::Directory, libc::ENOENT))
         );
         assert_eq!(read([KIND_ENDED, 256, 0]), Some(Report::Ended(256)));
+        assert_eq!(read([KIND_LOADED, 0, 0]), Some(Report::Loaded));
         assert_eq!(read([9, 0, 0]), None);
     }
 }

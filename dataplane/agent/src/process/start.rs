@@ -11,18 +11,17 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::exit::Exit;
 use super::live::{Event, Feed, Process, winsize};
 use super::messages::{ProcessConfig, Pty, StartRequest};
 use super::output::{self, Source};
 use super::spawn::{self, Plan, REPORT_BYTES, Report, Step};
-use super::table::ProcessTable;
 use super::tree;
 use crate::agent::Agent;
-use crate::connect::RpcError;
-use crate::limits::{EXEC_BYTES_MAX, EXEC_TIMEOUT};
+use crate::connect::{Code, RpcError};
+use crate::limits::{EXEC_BYTES_MAX, EXEC_TIMEOUT, ORPHAN_CHECK_INTERVAL};
 use crate::paths;
 use crate::sys::{init, pool, proc};
 use crate::users::User;
@@ -89,14 +88,20 @@ pub async fn start(
         .map_err(|err| RpcError::from_io("cannot start a process", &err))?;
     let keeper = proc::stat(agent.proc_dir.as_fd(), keeper);
     drop(plan);
-    let pid = match first_report(&report, &config, &dir).await {
+    let mut forked = None;
+    let loading = loaded(agent, &report, &config, &dir, &mut forked);
+    let slow = format!("'{}' did not load in time: is its disk slow?", config.cmd);
+    let loading = timeout(EXEC_TIMEOUT, loading).await;
+    let pid = match loading.unwrap_or_else(|_| Err(RpcError::exhausted(slow))) {
         Ok(pid) => pid,
         Err(err) => {
             tree::abandon(agent, keeper);
+            if let Some(pid) = forked {
+                agent.processes.reaper.forget(pid);
+            }
             return Err(err);
         }
     };
-    agent.processes.reaper.watch(pid);
     let process = Arc::new(Process::new(
         u32::try_from(pid).unwrap_or_default(),
         keeper,
@@ -114,7 +119,7 @@ pub async fn start(
         .map(|(source, fd)| tokio::spawn(output::read(Arc::clone(&process), fd, source)));
     let readers = readers.collect();
     tokio::spawn(supervise(
-        Arc::clone(&agent.processes),
+        Arc::clone(agent),
         Arc::clone(&process),
         report,
         readers,
@@ -138,32 +143,38 @@ async fn enforce(agent: Arc<Agent>, process: Arc<Process>, deadline: Instant) {
 
 /// Waits for the end of a program and tells everybody.
 async fn supervise(
-    table: Arc<ProcessTable>,
+    agent: Arc<Agent>,
     process: Arc<Process>,
     report: AsyncFd<OwnedFd>,
     readers: Vec<JoinHandle<()>>,
 ) {
-    let exit = wait_for_end(&table, &process, &report).await;
-    table
-        .reaper
-        .forget(i32::try_from(process.pid).unwrap_or_default());
+    let pid = i32::try_from(process.pid).unwrap_or_default();
+    let exit = match next_report(&report).await {
+        Ok(Some(Report::Ended(status))) => Exit::from_wait_status(status),
+        _ => end_of_orphan(&agent, pid).await,
+    };
+    agent.processes.reaper.forget(pid);
     process.main_ended.send_replace(true);
     for reader in readers {
         let _ = reader.await;
     }
-    table.finish(&process, exit.clone());
+    agent.processes.finish(&process, exit.clone());
     process.publish(Event::End(exit)).await;
 }
 
-async fn wait_for_end(table: &ProcessTable, process: &Process, report: &AsyncFd<OwnedFd>) -> Exit {
-    if let Ok(Some(Report::Ended(status))) = next_report(report).await {
-        return Exit::from_wait_status(status);
-    }
-    // The keeper was killed, so the program is or was a child of the agent.
-    let pid = i32::try_from(process.pid).unwrap_or_default();
-    match table.reaper.status_of(pid).await {
-        Ok(status) => Exit::from_wait_status(status),
-        Err(_) => Exit::Lost,
+/// The end of a program whose keeper was killed: it is or was a child of the agent.
+async fn end_of_orphan(agent: &Agent, pid: i32) -> Exit {
+    let mut status = agent.processes.reaper.status_of(pid);
+    loop {
+        tokio::select! {
+            status = &mut status => return status.map_or(Exit::Lost, Exit::from_wait_status),
+            () = sleep(ORPHAN_CHECK_INTERVAL) => {
+                // Its status went elsewhere: nobody waits for ever.
+                if proc::stat(agent.proc_dir.as_fd(), pid).is_none() {
+                    return Exit::Lost;
+                }
+            }
+        }
     }
 }
 
@@ -182,29 +193,30 @@ async fn next_report(report: &AsyncFd<OwnedFd>) -> io::Result<Option<Report>> {
     }
 }
 
-async fn first_report(
+/// Waits until the program is loaded; gives its pid, and notes it as soon as it is known.
+async fn loaded(
+    agent: &Agent,
     report: &AsyncFd<OwnedFd>,
     config: &ProcessConfig,
     dir: &str,
+    pid: &mut Option<i32>,
 ) -> Result<i32, RpcError> {
-    let report = timeout(EXEC_TIMEOUT, next_report(report))
-        .await
-        .map_err(|_| {
-            RpcError::exhausted(format!(
-                "'{}' did not load in time: is its disk slow?",
-                config.cmd
-            ))
-        })?;
-    let lost = || {
-        RpcError::new(
-            crate::connect::Code::Internal,
-            "the process was killed at its start",
-        )
-    };
-    match report.map_err(|_| lost())?.ok_or_else(lost)? {
-        Report::Started(pid) => Ok(pid),
-        Report::Failed(step, errno) => Err(start_error(step, errno, &config.cmd, dir)),
-        Report::Ended(_) => Err(lost()),
+    let lost = || RpcError::new(Code::Internal, "the process was killed at its start");
+    loop {
+        match next_report(report).await.map_err(|_| lost())? {
+            Some(Report::Forked(forked)) => {
+                // From now on its end is kept, whoever becomes its parent.
+                agent.processes.reaper.watch(forked);
+                *pid = Some(forked);
+            }
+            Some(Report::Loaded) => return (*pid).ok_or_else(lost),
+            Some(Report::Failed(step, errno)) => {
+                return Err(start_error(step, errno, &config.cmd, dir));
+            }
+            Some(Report::Ended(_)) => return Err(lost()),
+            // The keeper is dead. A failure would be in the pipe, so the program runs or ran.
+            None => return (*pid).ok_or_else(lost),
+        }
     }
 }
 
