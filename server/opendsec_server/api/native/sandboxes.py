@@ -23,6 +23,7 @@ from opendsec_server.api.http import (
 from opendsec_server.api.protocol import NATIVE_KEY_RE, idempotency_key
 from opendsec_server.contract import limits
 from opendsec_server.contract.errors import (
+    IdempotencyInProgress,
     IdempotencyMismatch,
     IdempotencyOutcomeUnknown,
     InvalidRequest,
@@ -84,6 +85,7 @@ _KEY = Parameter(
                 *_BODY,
                 TemplateNotFound,
                 IdempotencyMismatch,
+                IdempotencyInProgress,
                 IdempotencyOutcomeUnknown,
                 StateConflict,
                 NotSupported,

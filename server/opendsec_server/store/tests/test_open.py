@@ -93,8 +93,8 @@ async def test_damaged_pages_are_refused_and_kept(tmp_path: Path) -> None:
 
 async def test_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database = await make(tmp_path)
-    monkeypatch.setattr("opendsec_server.store.store.START_BUSY_TIMEOUT_MS", 50)
-    monkeypatch.setattr("opendsec_server.store.store.BUSY_TIMEOUT_MS", 50)
+    monkeypatch.setattr("opendsec_server.store.sqlite.START_BUSY_TIMEOUT_MS", 50)
+    monkeypatch.setattr("opendsec_server.store.sqlite.BUSY_TIMEOUT_MS", 50)
     with closing(sqlite3.connect(database, isolation_level=None)) as holder:
         holder.execute("BEGIN EXCLUSIVE")
         with pytest.raises(StoreLocked, match="another process"):
