@@ -279,7 +279,9 @@ unsafe fn take_identity(plan: &Plan) -> bool {
         if libc::geteuid() != 0 {
             return libc::geteuid() == plan.uid;
         }
-        libc::setgroups(plan.groups.len(), plan.groups.as_ptr()) == 0
+        // A user namespace may forbid setgroups(2); one that stays root gains nothing by it.
+        let grouped = libc::setgroups(plan.groups.len(), plan.groups.as_ptr()) == 0;
+        (grouped || plan.uid == 0)
             && libc::setresgid(plan.gid, plan.gid, plan.gid) == 0
             && libc::setresuid(plan.uid, plan.uid, plan.uid) == 0
     }
