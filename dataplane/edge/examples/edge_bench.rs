@@ -496,7 +496,7 @@ async fn idle(edge: &Edge) -> Outcome<()> {
         read_answer(stream, &mut Vec::new()).await?;
     }
     // They give up their buffers after a while at rest.
-    tokio::time::sleep(Duration::from_secs(6)).await;
+    tokio::time::sleep(Duration::from_secs(9)).await;
     let used = edge.memory_kib()? - before;
     let per = |kib: u64| kib as f64 / IDLE_CONNECTIONS as f64;
     println!(

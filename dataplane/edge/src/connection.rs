@@ -26,6 +26,7 @@ use crate::limits::{
     HEADER_BYTES_MAX, HEADER_COUNT_MAX, REFUSAL_TIMEOUT, REST_AFTER, TLS_HANDSHAKE_TIMEOUT,
 };
 use crate::log::{Level, event};
+use crate::memory;
 use crate::metrics::METRICS;
 use crate::prefixed::Prefixed;
 use crate::proxy::{Client, handle};
@@ -45,6 +46,7 @@ pub async fn serve(edge: Arc<Edge>, stream: TcpStream, peer: SocketAddr) {
     let Some(first) = first else { return };
     // Boxed, so that a connection that waits for its first byte does not reserve the space.
     Box::pin(serve_protocol(edge, stream, peer, first)).await;
+    memory::note_freed();
 }
 
 /// The first byte, left in the socket; `None` if the client left or waited too long.
@@ -131,6 +133,7 @@ async fn serve_h1(
         let Some((read, mut rest)) = Box::pin(serve_h1_until_rest(edge, &client, io)).await? else {
             return Ok(());
         };
+        memory::note_freed();
         let mut first = [0];
         let next = if read.is_empty() {
             let woken = tokio::select! {

@@ -22,6 +22,7 @@ mod link;
 mod listener;
 /// Log lines.
 pub mod log;
+mod memory;
 mod metrics;
 mod metrics_socket;
 mod pool;

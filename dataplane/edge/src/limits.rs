@@ -40,6 +40,10 @@ pub const CLIENT_IDLE_TIMEOUT_S: u64 = 320;
 /// A connection without a request for this long gives up its buffers. Checked twice, so it takes
 /// up to twice as long.
 pub const REST_AFTER: Duration = Duration::from_secs(2);
+/// Connections that must have given up memory before it is returned to the system.
+pub const TRIM_AFTER_FREED: usize = 256;
+/// Pause between looks whether to return memory to the system.
+pub const TRIM_INTERVAL: Duration = Duration::from_secs(3);
 /// TLS handshake, from the first byte of the hello.
 pub const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a refused connection may take to send the head that its refusal answers.

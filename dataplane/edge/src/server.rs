@@ -23,7 +23,7 @@ use crate::proxy::Client;
 use crate::routing::Domain;
 use crate::tls::Certificate;
 use crate::upstream::Peer;
-use crate::{invalidations, listener, metrics_socket};
+use crate::{invalidations, listener, memory, metrics_socket};
 
 /// What all connections share.
 pub struct Edge {
@@ -139,6 +139,7 @@ pub async fn run(args: Args) -> Result<(), String> {
     }
     tokio::spawn(invalidations::follow(Arc::clone(&edge.routes)));
     tokio::spawn(Arc::clone(&edge.routes).sweep());
+    tokio::spawn(memory::trim());
     tokio::spawn(sweep_api(Arc::clone(&edge.api)));
     signals.wait_for_end(&edge).await;
     drain(&edge, &tasks, Duration::from_secs(args.drain_s)).await;
