@@ -13,7 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from opendsec_server.images.store import LAYER_FILE
+
 from . import syscalls
+from .paths import POOL_IMAGE_NAME, POOL_NAME
 
 T = TypeVar("T")
 
@@ -38,6 +41,21 @@ def enter_private_mount_namespace() -> None:
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
     if os.path.ismount(_HYBRID_UNIFIED):
         syscalls.umount(_HYBRID_UNIFIED)
+    _drop_copies()
+
+
+def _drop_copies() -> None:
+    """Let go of every node's pool and layers that came along with the copy of the mount table.
+
+    Where the host's tree is not shared, the copies would keep another instance's pool busy after
+    it was unmounted. This node shows itself its own again (``show_here``).
+    """
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        point, source = Path(left.split()[4]), right.split()[1]
+        is_pool = point.name == POOL_NAME and (point.parent / POOL_IMAGE_NAME).exists()
+        if is_pool or source.endswith(f"/{LAYER_FILE}"):
+            syscalls.umount(str(point))
 
 
 def is_private() -> bool:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from opendsec_server.config import Config
 
+POOL_NAME = "pool"
+POOL_IMAGE_NAME = "pool.img"
+
 
 @dataclass(frozen=True, slots=True)
 class NodePaths:
@@ -44,12 +47,12 @@ class NodePaths:
     @property
     def pool(self) -> Path:
         """Where the disk pool is mounted."""
-        return self.state / "pool"
+        return self.state / POOL_NAME
 
     @property
     def pool_image(self) -> Path:
         """The pool's sparse file."""
-        return self.state / "pool.img"
+        return self.state / POOL_IMAGE_NAME
 
     @property
     def disks(self) -> Path:

@@ -8,9 +8,13 @@ are btrfs's: above a sandbox's limit its writes fail with EDQUOT ("Disk quota ex
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import structlog
 
 from opendsec_server.config import ConfigError
 from opendsec_server.node import mountns, syscalls
@@ -19,9 +23,13 @@ from opendsec_server.node.process import Finished, run
 
 from . import btrfs
 
+log = structlog.get_logger("opendsec.node")
+
 POOL_SHARE_OF_FREE = 0.8
 POOL_MB_MIN = 512
 _TOOL_TIMEOUT_S = 120.0
+_RELEASE_LOOK_S = 0.02
+_RELEASE_LOOKS_MAX = 500
 _MOUNT_OPTIONS = "discard=async"
 
 
@@ -110,7 +118,16 @@ class DiskPool:
             for name in self.subvolumes():
                 btrfs.destroy_subvolume(self._paths.disks, name)
         mountns.unmount_everywhere(target)
+        await self._wait_released()
         self._paths.pool_image.unlink(missing_ok=True)
+
+    async def _wait_released(self) -> None:
+        """The kernel takes the file system apart only after the last sandbox's mounts."""
+        for _ in range(_RELEASE_LOOKS_MAX):
+            if not loop_devices_on(self._paths.pool_image):
+                return
+            await asyncio.sleep(_RELEASE_LOOK_S)
+        log.warning("the disk pool is still in use", image=str(self._paths.pool_image))
 
     # --- one sandbox --------------------------------------------------------
 
@@ -157,6 +174,17 @@ class DiskPool:
                 continue
         for group in groups:
             btrfs.remove_qgroup(self._paths.pool, group)
+
+
+def loop_devices_on(image: Path) -> list[str]:
+    """Names of the loop devices that show ``image``."""
+    wanted = str(image.resolve())
+    found = []
+    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):
+            if backing.read_text().strip().removesuffix(" (deleted)") == wanted:
+                found.append(backing.parts[3])
+    return found
 
 
 async def attach_loop(image: Path, *, read_only: bool) -> str:

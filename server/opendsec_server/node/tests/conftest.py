@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from opendsec_server.config import Config, ConfigError
@@ -76,8 +77,6 @@ async def make_node(scratch: Path) -> AsyncIterator[MakeNode]:
     nodes: list[NodeProcess] = []
 
     def make(**changes: Any) -> NodeProcess:
-        import msgspec
-
         node = NodeProcess(msgspec.structs.replace(config, **changes))
         nodes.append(node)
         return node
@@ -91,10 +90,8 @@ async def make_node(scratch: Path) -> AsyncIterator[MakeNode]:
     assert cleaner.config_error is None
     await cleaner.finish("purge")
     before.assert_nothing_new()
-    mounted = [
-        m for m in Snapshot.take(instance, (scratch,)).seen if m.startswith(("mount", "loop"))
-    ]
-    assert not mounted
+    left = Snapshot.take(instance, (scratch,)).seen
+    assert not [what for what in left if what.startswith(("mount", "loop"))]
 
 
 @pytest.fixture
