@@ -119,7 +119,7 @@ class Node:
             journal,
             container_hooks(services),
             min(services.config.sandboxes_max, slots.capacity),
-            lambda box: _why_ended(services, box),
+            lambda box: why_ended(services.cgroups, box),
         )
         found = await adopt_living(services, lifecycle)
         await remove_dead(services, lifecycle, found)
@@ -358,8 +358,9 @@ def file_signature(
     return f"v1_{digest}"
 
 
-def _why_ended(services: Services, box: Sandbox) -> tuple[EndReason, str]:
-    kills = services.cgroups.oom_kills(box.sandbox_id)
+def why_ended(groups: cgroups.CgroupSet, box: Sandbox) -> tuple[EndReason, str]:
+    """Why a first process ended by itself, with the evidence in a sentence."""
+    kills = groups.oom_kills(box.sandbox_id)
     code = box.exit_code
     if kills and code in (-9, None):
         return (

@@ -15,6 +15,7 @@ import pytest
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.contract.errors import InvalidRequest, NodeFull
 from opendsec_server.contract.node import NetworkPolicy
+from opendsec_server.contract.states import EndReason, State
 from opendsec_server.node import metrics, process
 from opendsec_server.node.agent_path import find_agent, install_agent
 from opendsec_server.node.cgroups import detect
@@ -24,9 +25,10 @@ from opendsec_server.node.container import seccomp
 from opendsec_server.node.container.bundle import HostTraits, oci_config
 from opendsec_server.node.deadlines import Deadlines
 from opendsec_server.node.hooks.base import tear_down
+from opendsec_server.node.journal import Record
 from opendsec_server.node.network import dns, hosttable, policy
 from opendsec_server.node.network.slots import SlotPool
-from opendsec_server.node.node import file_signature
+from opendsec_server.node.node import file_signature, why_ended
 from opendsec_server.node.sandbox import Sandbox, placeholder
 from opendsec_server.node.tests.machine import small_spec
 
@@ -305,3 +307,25 @@ def test_agent_is_found_and_installed(tmp_path: Path, monkeypatch: pytest.Monkey
     binary.write_bytes(b"two")
     second = install_agent(binary, run)
     assert [p.name for p in run.iterdir()] == [second.name]
+
+
+@pytest.mark.parametrize(
+    ("kills", "code", "reason", "words"),
+    [
+        (1, -9, EndReason.OOM, "limit of 256 MiB"),
+        (1, None, EndReason.OOM, "256 MiB"),
+        (1, 3, EndReason.EXITED, "status 3"),
+        (0, -9, EndReason.EXITED, "signal 9"),
+        (0, None, EndReason.EXITED, "ended"),
+    ],
+)
+def test_why_it_ended(
+    tmp_path: Path, kills: int, code: int | None, reason: EndReason, words: str
+) -> None:
+    box = Sandbox(Record(spec=small_spec(), state=State.RUNNING, end_at=0.0), exit_code=code)
+    directory = tmp_path / "od" / box.sandbox_id
+    directory.mkdir(parents=True)
+    (directory / "memory.events").write_text(f"oom_kill {kills}\n")
+    found, message = why_ended(CgroupV2("/od", tmp_path), box)
+    assert found is reason
+    assert words in message
