@@ -172,6 +172,7 @@ class Node:
                 await self._services.journal.prune(time.time())
                 await self._lifecycle.retry_leftovers()
                 await self._host.refresh_resolvers()
+                self._services.runtime.reap_strays()
                 await asyncio.to_thread(self._services.pool.sweep_qgroups)
             except Exception:
                 log.exception("housekeeping")

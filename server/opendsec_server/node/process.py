@@ -161,10 +161,43 @@ async def run(
     try:
         start = os.lseek(out_fd, 0, os.SEEK_END)
         pid = _spawn(argv, out_fd, os.environ if env is None else env)
-        code = await _wait(pid, argv[0], timeout_s)
+        _awaited.add(pid)
+        try:
+            code = await _wait(pid, argv[0], timeout_s)
+        finally:
+            _awaited.discard(pid)
         return Finished(code, _tail(out_fd, start))
     finally:
         os.close(out_fd)
+
+
+_awaited: set[int] = set()
+"""Programs that somebody here waits for."""
+
+_STRAYS_PER_CALL_MAX = 64
+
+
+def reap_strays(name: str) -> None:
+    """Reap ended processes called ``name…`` that nobody waits for.
+
+    As child subreaper (prctl(2)) we inherit what our programs leave: crun forks once more when it
+    detaches, and that process would stay a zombie. Others' children are left to their owners, so
+    this stops at the first ended process it does not know.
+    """
+    for _ in range(_STRAYS_PER_CALL_MAX):
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid in _awaited:
+            return
+        try:
+            command = Path(f"/proc/{ended.si_pid}/comm").read_text()
+        except OSError:
+            return
+        if not command.startswith(name):
+            return
+        os.waitid(os.P_PID, ended.si_pid, os.WEXITED | os.WNOHANG)
 
 
 def _spawn(argv: Sequence[str], out_fd: int, env: Mapping[str, str]) -> int:

@@ -56,6 +56,11 @@ class CgroupSet(ABC):
         """How many processes of the group the kernel killed at the memory limit."""
 
     @abstractmethod
+    def lift_cpu_limit(self, sandbox_id: str) -> None:
+        """Let the group use every core. Thousands of processes that share a small quota would
+        need minutes to die of their SIGKILL. No error when the group is gone."""
+
+    @abstractmethod
     def kill(self, sandbox_id: str) -> None:
         """Send SIGKILL to every process of the group. Does not wait."""
 

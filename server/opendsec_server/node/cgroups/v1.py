@@ -6,6 +6,7 @@ Hybrid hosts, where version 2 is mounted beside without controllers, are handled
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from .base import CgroupSet, Usage, kill_process, read_counter
@@ -46,6 +47,10 @@ class CgroupV1(CgroupSet):
 
     def oom_kills(self, sandbox_id: str) -> int:
         return read_counter(self._file("memory", sandbox_id, "memory.oom_control"), "oom_kill")
+
+    def lift_cpu_limit(self, sandbox_id: str) -> None:
+        with contextlib.suppress(OSError):
+            self._file("cpu", sandbox_id, "cpu.cfs_quota_us").write_text("-1")
 
     def kill(self, sandbox_id: str) -> None:
         for directory in self.directories(sandbox_id):

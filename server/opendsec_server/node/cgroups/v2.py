@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from .base import CgroupSet, Usage, kill_process, read_counter
@@ -36,6 +37,10 @@ class CgroupV2(CgroupSet):
     def oom_kills(self, sandbox_id: str) -> int:
         directory = self._directory(self._mount_point, sandbox_id)
         return read_counter(directory / "memory.events", "oom_kill")
+
+    def lift_cpu_limit(self, sandbox_id: str) -> None:
+        with contextlib.suppress(OSError):
+            (self._directory(self._mount_point, sandbox_id) / "cpu.max").write_text("max")
 
     def kill(self, sandbox_id: str) -> None:
         directory = self._directory(self._mount_point, sandbox_id)

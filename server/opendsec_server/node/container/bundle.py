@@ -37,7 +37,7 @@ from opendsec_server.node.network.slotmaker import IDS_PER_SANDBOX
 
 from . import seccomp
 
-AGENT_IN_SANDBOX = "/.opendsec/agent"
+AGENT_IN_SANDBOX = "/.opendsec/opendsec-agent"
 
 CAPABILITIES = [
     "CAP_AUDIT_WRITE",

@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 from opendsec_server.config import ConfigError
-from opendsec_server.contract.errors import SandboxStartFailed
+from opendsec_server.contract.errors import NodeFull, SandboxStartFailed
 from opendsec_server.node import limits
-from opendsec_server.node.process import ProgramTimeout, run
+from opendsec_server.node.process import ProgramTimeout, reap_strays, run
 
 _VERSION_TIMEOUT_S = 5.0
 
@@ -84,11 +84,21 @@ class OciRuntime:
                 f"the OCI runtime {self._program} has disappeared",
                 remediation="Install crun again on the node.",
             ) from exc
+        except BlockingIOError as exc:  # EAGAIN of fork(2)
+            raise NodeFull(
+                "the node cannot start another process: its process table is full"
+            ) from exc
         except ProgramTimeout as exc:
             raise SandboxStartFailed(str(exc)) from exc
+        finally:
+            self.reap_strays()
         if done.code != 0:
             raise SandboxStartFailed(f"{self.name} could not start the sandbox: {done.output}")
         return int(pid_file.read_text())
+
+    def reap_strays(self) -> None:
+        """Reap what the runtime left behind when it detached."""
+        reap_strays(self.name)
 
     async def delete(self, container_id: str) -> None:
         """Kill what runs of a container and forget it. Idempotent.

@@ -16,6 +16,7 @@ from opendsec_server.node.sandbox import Sandbox
 from opendsec_server.node.services import Services
 from opendsec_server.node.storage.rootfs import unmount_rootfs
 
+_AGENT_NICE = -20
 _OOM_SCORE_AGENT = "-999"
 _LOOK_AGAIN_S = 0.005
 
@@ -43,15 +44,19 @@ class Runtime:
         box.record.boot_id = self._boot_id
         if box.record.pid_ticks is None:
             raise SandboxStartFailed(f"the guest agent ended at once: {log_tail(log)}")
-        # The kernel lets only CAP_SYS_RESOURCE protect a process; without it we go on.
+        # Both need rights that a nested host may lack; without them we go on.
         with contextlib.suppress(OSError):
             _protect_from_oom_killer(pid)
+            # Among thousands of busy programs the agent must still get its turn, to end them.
+            # Those it starts get the usual priority.
+            os.setpriority(os.PRIO_PROCESS, pid, _AGENT_NICE)
         # The container has its own copy of the mount; ours would only make the table longer.
         unmount_rootfs(bundle)
 
     async def teardown(self, box: Sandbox) -> None:
         """Kill everything, wait for it, have the runtime forget it, remove the groups."""
         deadline = time.monotonic() + limits.KILL_WAIT_S
+        self._cgroups.lift_cpu_limit(box.sandbox_id)
         if box.pidfd is not None:
             # The first process of a pid namespace takes all others with it.
             process.send_signal(box.pidfd, signal.SIGKILL)
