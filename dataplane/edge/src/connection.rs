@@ -179,9 +179,9 @@ async fn serve_h1_until_rest(
                 if resting.is_some() && resting == seen {
                     let Some(parts) = connection.into_parts() else { return Ok(None) };
                     let (prefix, io) = parts.io.into_inner().into_parts();
-                    let mut read = BytesMut::from(parts.read_buf);
-                    read.extend_from_slice(&prefix);
-                    return Ok(Some((read.freeze(), io)));
+                    // Copied, because even an empty remainder would hold the whole buffer.
+                    let read = Bytes::from([&parts.read_buf[..], &prefix[..]].concat());
+                    return Ok(Some((read, io)));
                 }
                 seen = resting;
             }
