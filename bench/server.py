@@ -66,8 +66,8 @@ def agent_pids(server: Server) -> list[int]:
         if not folder.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            if (folder / "comm").read_text().strip().startswith("opendsec-agent"[:15]) and (
-                f"opendsec-{server.config.instance}/" in (folder / "cgroup").read_text()
-            ):
+            group = f"opendsec-{server.config.instance}/"
+            status = (folder / "status").read_text()
+            if group in (folder / "cgroup").read_text() and "\t1\n" in status.split("NSpid:")[1]:
                 found.append(int(folder.name))
     return found

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from .config import ConfigError
+from .config import Config, ConfigError
 
 
 def find_binary(name: str, configured: str | None, env_name: str) -> Path:
@@ -41,3 +41,13 @@ def find_binary(name: str, configured: str | None, env_name: str) -> Path:
         f"{name} was not found. Install the package {name} (pip install {name}), "
         f"or set {env_name} to its path."
     )
+
+
+def find_agent(config: Config) -> Path:
+    """The guest agent. Raises as ``find_binary``."""
+    return find_binary("opendsec-agent", config.agent_path, "OPENDSEC_AGENT")
+
+
+def find_edge(config: Config) -> Path:
+    """The edge. Raises as ``find_binary``."""
+    return find_binary("opendsec-edge", config.edge_path, "OPENDSEC_EDGE")

@@ -17,8 +17,11 @@ def configure_logging(config: Config) -> None:
     console = config.log_format == "console" or (
         config.log_format == "auto" and sys.stderr.isatty()
     )
+    # Plain tracebacks: the rich ones print local variables, tokens among them.
     renderer: Any = (
-        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if console
+        else structlog.processors.JSONRenderer()
     )
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,

@@ -24,8 +24,8 @@ def server() -> Iterator[Server]:
     """A running server. At the end it is purged, and nothing of it may be left."""
     if os.geteuid() != 0:
         pytest.skip("a real server needs root")
-    before = Snapshot.take()
     server = new_server("e2e", "10.211.0.0/16")
+    before = Snapshot.take("e2e", (server.root,))
     try:
         server.start()
         yield server

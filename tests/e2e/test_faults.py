@@ -158,7 +158,7 @@ async def test_a_burst_of_creates(server: Server) -> None:
         outs = await asyncio.gather(*(one.exec("hostname") for one in made))
         assert all(out.exit_code == 0 for out in outs)
         await asyncio.gather(*(one.kill() for one in made))
-        left = [info async for info in client.list(label="burst", state=["running"])]
+        left = [info async for info in client.list(labels=["burst"], states=["running"])]
         assert left == []
 
 

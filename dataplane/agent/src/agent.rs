@@ -54,9 +54,10 @@ pub enum EndReason {
 impl EndReason {
     /// What ended streams say.
     pub fn error(self) -> RpcError {
+        // The first words are those that clients of this protocol print themselves.
         let what = match self {
-            EndReason::Killed => "the sandbox was killed",
-            EndReason::Timeout => "the sandbox reached its end of life",
+            EndReason::Killed => "the sandbox was killed or reached its end of life (killed)",
+            EndReason::Timeout => "the sandbox was killed or reached its end of life (time-out)",
             EndReason::Paused => "the sandbox is being paused",
         };
         RpcError::new(Code::Unavailable, what)

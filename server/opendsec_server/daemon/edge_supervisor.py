@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from opendsec_server.binaries import find_binary
+from opendsec_server.binaries import find_edge
 from opendsec_server.config import Config
 
 from .process import (
@@ -49,7 +49,7 @@ class EdgeSupervisor:
     def command(self) -> list[str]:
         """The edge's argument list for these settings."""
         config = self._config
-        binary = find_binary("opendsec-edge", config.edge_path, "OPENDSEC_EDGE")
+        binary = find_edge(config)
         argv = [
             str(binary),
             "--listen",

@@ -121,9 +121,12 @@ def purge(
     settings = _config(config)
     if not yes:
         typer.confirm(f"Remove all sandboxes under {settings.state_dir}?", abort=True)
+    from opendsec_server.logs import configure_logging
+
     from .background import stop_background
     from .purge import purge_instance
 
+    configure_logging(settings)
     stop_background(settings)
     try:
         purge_instance(settings, images=images)

@@ -18,7 +18,7 @@ import uvloop
 
 from opendsec_server.api.app import build_api_app
 from opendsec_server.api.control_app import build_control_app
-from opendsec_server.binaries import find_binary
+from opendsec_server.binaries import find_agent
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.control.services import Services
 from opendsec_server.node.mountns import enter_private_mount_namespace
@@ -60,7 +60,7 @@ def serve(config: Config) -> None:
         ConfigError: a setting or the machine does not allow it. The message says what to do.
     """
     prepare_directories(config)
-    find_binary("opendsec-agent", config.agent_path, "OPENDSEC_AGENT")
+    find_agent(config)
     _raise_open_files_limit()
     # Threads would keep the old namespace, so this comes before the event loop.
     enter_private_mount_namespace()
@@ -90,6 +90,8 @@ async def _serve(config: Config) -> None:
         await stack.enter_async_context(
             _listening(build_control_app(services), config.control_socket)
         )
+        # Else the edge's endless stream would hold the control socket for the whole grace period.
+        stack.callback(services.invalidations.close)
         await stack.enter_async_context(_listening(build_api_app(services), config.api_socket))
         edge = EdgeSupervisor(config)
         await edge.start()

@@ -21,6 +21,7 @@ import msgspec
 import structlog
 
 from opendsec_server import __version__
+from opendsec_server.binaries import find_agent
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.contract.errors import (
     NotSupported,
@@ -41,7 +42,7 @@ from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.images.store import ImageStore
 
 from . import cgroups, limits, process, syscalls
-from .agent_path import find_agent, install_agent
+from .agent_path import install_agent
 from .container import seccomp
 from .container.bundle import HostTraits
 from .container.runtime import OciRuntime

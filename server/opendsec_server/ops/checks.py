@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from opendsec_server.binaries import find_binary
+from opendsec_server.binaries import find_agent, find_edge
 from opendsec_server.config import Config, ConfigError
 
 Status = Literal["ok", "warn", "fail", "skip"]
@@ -198,15 +198,10 @@ def check_image_tools() -> Check:
 
 
 def check_own_programs(config: Config) -> Check:
-    found = []
-    for name, setting, env in (
-        ("opendsec-agent", config.agent_path, "OPENDSEC_AGENT"),
-        ("opendsec-edge", config.edge_path, "OPENDSEC_EDGE"),
-    ):
-        try:
-            found.append(str(find_binary(name, setting, env)))
-        except ConfigError as exc:
-            return Check("programs", "fail", f"{name} is missing", str(exc))
+    try:
+        found = [str(find_agent(config)), str(find_edge(config))]
+    except ConfigError as exc:
+        return Check("programs", "fail", "our own programs are not complete", str(exc))
     return Check("programs", "ok", ", ".join(found))
 
 

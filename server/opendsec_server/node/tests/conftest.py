@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from opendsec_server.binaries import find_agent
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.images.base import ensure_base
-from opendsec_server.node.agent_path import find_agent
 from opendsec_server.node.tests.machine import NodeProcess
 from tests.leaks import Snapshot
 

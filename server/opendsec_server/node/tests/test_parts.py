@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from opendsec_server.config import Config, ConfigError
+from opendsec_server.config import ConfigError
 from opendsec_server.contract.errors import InvalidRequest, NodeFull
 from opendsec_server.contract.node import NetworkPolicy
 from opendsec_server.contract.states import EndReason, State
 from opendsec_server.node import metrics, process
-from opendsec_server.node.agent_path import find_agent, install_agent
+from opendsec_server.node.agent_path import install_agent
 from opendsec_server.node.cgroups import detect
 from opendsec_server.node.cgroups.v1 import CgroupV1
 from opendsec_server.node.cgroups.v2 import CgroupV2
@@ -288,17 +288,9 @@ def test_metrics_ring_keeps_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ring.data) == 4 * 24
 
 
-def test_agent_is_found_and_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="agent_path"):
-        find_agent(Config(agent_path=str(tmp_path / "none")))
+def test_the_agent_is_copied_by_content(tmp_path: Path) -> None:
     binary = tmp_path / "agent"
     binary.write_bytes(b"one")
-    with pytest.raises(ConfigError):
-        find_agent(Config(agent_path=str(binary)))
-    binary.chmod(0o700)
-    assert find_agent(Config(agent_path=str(binary))) == binary
-    monkeypatch.setenv("OPENDSEC_AGENT", str(binary))
-    assert find_agent(Config()) == binary
     run = tmp_path / "run"
     run.mkdir()
     first = install_agent(binary, run)
