@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 # Steps shared by install.sh, tests/run and .ci/run. Sourced, not run.
 
-RUST_MIN="1.85"
+RUST_MIN=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' dataplane/Cargo.toml)
 PYTHON_MIN="3.11"
 # What a node needs at run time, by Debian and Ubuntu package name.
 RUNTIME_PACKAGES="crun nftables iproute2 btrfs-progs erofs-utils mmdebstrap ca-certificates procps kmod"
@@ -81,10 +81,21 @@ make_venv() { # make_venv FOLDER LOCKFILE: a virtual environment with exactly th
 }
 
 build_rust_wheels() { # build_rust_wheels VENV OUT: wheels of the guest agent and the edge
-  local venv=$1 out=$2 crate
+  local maturin out crate
+  maturin=$(realpath "$1")/bin/maturin
+  out=$(realpath -m "$2")
   for crate in agent edge; do
     step "building opendsec-$crate (Rust, a few minutes the first time)"
-    "$venv/bin/maturin" build --quiet --release --locked \
-      --manifest-path "dataplane/$crate/Cargo.toml" --out "$out"
+    # From its own folder: only there cargo finds the settings that make it static.
+    (cd "dataplane/$crate" && "$maturin" build --quiet --locked --out "$out")
+  done
+}
+
+require_static() { # require_static PROGRAM...: they must run in any image, on any host
+  local program
+  for program in "$@"; do
+    if ldd "$program" 2>/dev/null | grep -q '=>'; then
+      fail "$program is not static: see dataplane/.cargo/config.toml"
+    fi
   done
 }
