@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.density import kill_many
 from bench.server import agent_pids, bench_server, create_sandbox
 from bench.stats import Result, print_ratio, print_results, run_series, summarise, write_json
 from bench.wire import Connection
@@ -29,12 +31,13 @@ from tests.harness import Server
 
 
 async def ours(server: Server, concurrency: int, count: int) -> Result:
-    """POST /v1/sandboxes through the edge; each is killed outside the clock."""
+    """POST /v1/sandboxes through the edge; they are killed after the series."""
     host, port = server.config.listen.rsplit(":", 1)
     headers = {"X-API-Key": server.api_key, "Content-Type": "application/json"}
     body = json.dumps({"timeout_s": 600, "labels": ["bench"]}).encode()
     idle = [Connection(host, int(port)) for _ in range(concurrency)]
     durations: list[float] = []
+    made: list[str] = []
     failed = 0
     remaining = iter(range(count))
 
@@ -50,11 +53,12 @@ async def ours(server: Server, concurrency: int, count: int) -> Result:
                 print(f"  create: HTTP {status} {answer[:300]!r}", file=sys.stderr)
                 continue
             durations.append(elapsed_s)
-            sandbox_id = json.loads(answer)["sandbox_id"]
-            await connection.request("DELETE", f"/v1/sandboxes/{sandbox_id}", headers)
+            made.append(json.loads(answer)["sandbox_id"])
         await connection.close()
 
     await asyncio.gather(*(worker() for _ in range(concurrency)))
+    await kill_many(server, made)
+    await asyncio.sleep(1)  # let the pool of slots fill again
     return summarise("create", concurrency, durations, failed)
 
 
@@ -71,7 +75,7 @@ def crun(server: Server, bundle: Path, concurrency: int, count: int) -> Result:
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )
     if run.returncode != 0:
         raise RuntimeError(run.stderr)

@@ -35,6 +35,12 @@ NUMBER_REST_S = 2.0
 _DESCRIPTORS_PER_ANSWER = 2
 _MAKERS_AT_ONCE = 4
 
+_LULL_S = 0.25
+"""How long no slot must have been taken before the pool is filled again."""
+
+_LOW_WATER = 4
+"""Below this part of the pool it is filled at once."""
+
 
 def _egress(policy: NetworkPolicy) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
     return policy.internet, policy.allow, policy.deny
@@ -202,6 +208,7 @@ class SlotPool:
     _maps: dict[int, int] = field(default_factory=dict)
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _filler: asyncio.Task[None] | None = None
+    _taken_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._network = ipaddress.IPv4Network(self.network_cidr)
@@ -257,6 +264,7 @@ class SlotPool:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
+            await self._lull()
             while len(self._ready) < self.ready_wanted:
                 try:
                     self._ready.append(await self._make(_DEFAULT_EGRESS_POLICY))
@@ -264,6 +272,18 @@ class SlotPool:
                     break
                 except SandboxStartFailed:
                     await asyncio.sleep(1.0)
+
+    async def _lull(self) -> None:
+        """Wait until no slot was taken for a moment, or few are left.
+
+        Making a slot costs about as much as starting a sandbox; in the middle of a burst it would
+        slow down exactly those creates that the ready slots are for.
+        """
+        while len(self._ready) > self.ready_wanted // _LOW_WATER:
+            quiet_s = time.monotonic() - self._taken_at
+            if quiet_s >= _LULL_S:
+                return
+            await asyncio.sleep(_LULL_S - quiet_s)
 
     # --- use ----------------------------------------------------------------
 
@@ -284,6 +304,7 @@ class SlotPool:
             NodeFull: no number is left.
             SandboxStartFailed: the kernel or nft refused.
         """
+        self._taken_at = time.monotonic()
         self._wanted.set()
         if self._ready and _egress(policy) == _DEFAULT_EGRESS:
             return self._ready.popleft()

@@ -9,6 +9,7 @@ not survive a crash of the host anyway, so fsync need not reach the device.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -61,37 +62,49 @@ def mount_rootfs(
     """
     rootfs = bundle / "rootfs"
     rootfs.mkdir()
-    with contextlib.ExitStack() as temporary:
-        lowers = [
-            _mapped(layer, bundle / f"lower{index}", userns_fd, temporary)
-            for index, layer in enumerate(layers)
-        ]
-        writable = _mapped(disk, bundle / "disk", userns_fd, temporary)
-        options = (
-            f"lowerdir={':'.join(map(str, lowers))},upperdir={writable}/upper,"
-            f"workdir={writable}/work,volatile"
-        )
-        # The overlay works with the ids of who mounts it; those must exist in the id map.
-        with syscalls.file_system_ids(id_base, id_base):
-            syscalls.mount("overlay", str(rootfs), "overlay", syscalls.MS_NODEV, options)
+    with contextlib.ExitStack() as held:
+        if userns_fd is None:
+            _mount_overlay(rootfs, layers, disk, id_base)
+            return rootfs
+        copies = [_mapped_copy(path, userns_fd, held) for path in (*layers, disk)]
+        try:
+            *lowers, writable = [Path(f"/proc/self/fd/{fd}") for fd in copies]
+            _mount_overlay(rootfs, lowers, writable, id_base)
+        except OSError as exc:
+            # Before Linux 6.15 the parts of an overlay must be attached somewhere.
+            if exc.errno != errno.EINVAL:
+                raise
+            *lowers, writable = [
+                _attached(fd, bundle / f"part{index}", held) for index, fd in enumerate(copies)
+            ]
+            _mount_overlay(rootfs, lowers, writable, id_base)
     return rootfs
 
 
-def _mapped(source: Path, target: Path, userns_fd: int | None, stack: contextlib.ExitStack) -> Path:
-    """``source`` seen through the id map at ``target`` until the stack unwinds.
+def _mount_overlay(rootfs: Path, lowers: list[Path], writable: Path, id_base: int) -> None:
+    options = (
+        f"lowerdir={':'.join(map(str, lowers))},upperdir={writable}/upper,"
+        f"workdir={writable}/work,volatile"
+    )
+    # The overlay works with the ids of who mounts it; those must exist in the id map.
+    with syscalls.file_system_ids(id_base, id_base):
+        syscalls.mount("overlay", str(rootfs), "overlay", syscalls.MS_NODEV, options)
 
-    The overlay keeps its own reference, so the mount is only needed while it is being made.
-    """
-    if userns_fd is None:
-        return source
-    target.mkdir()
+
+def _mapped_copy(source: Path, userns_fd: int, held: contextlib.ExitStack) -> int:
+    """A detached copy of the mount at ``source``, seen through the id map. The overlay keeps its
+    own reference, so the copy is only needed while the overlay is being made."""
     tree_fd = syscalls.open_tree_clone(str(source))
-    try:
-        syscalls.idmap_mount(tree_fd, userns_fd)
-        syscalls.move_mount(tree_fd, str(target))
-    finally:
-        os.close(tree_fd)
-    stack.callback(_drop, target)
+    held.callback(os.close, tree_fd)
+    syscalls.idmap_mount(tree_fd, userns_fd)
+    return tree_fd
+
+
+def _attached(tree_fd: int, target: Path, held: contextlib.ExitStack) -> Path:
+    """The copy attached at ``target`` until the stack unwinds."""
+    target.mkdir()
+    syscalls.move_mount(tree_fd, str(target))
+    held.callback(_drop, target)
     return target
 
 
