@@ -9,6 +9,7 @@ commits, but then it has taken the sandboxes as well.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import queue
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from opendsec_server.config import ConfigError
+from opendsec_server.contract.errors import NodeUnavailable
 from opendsec_server.contract.ids import new_node_id
 from opendsec_server.contract.node import SandboxSpec
 from opendsec_server.contract.states import TRANSITIONS_KEPT_MAX, EndReason, State
@@ -117,6 +119,8 @@ class Journal:
     Raises:
         ConfigError: in use by another daemon, corrupt, read-only or of a newer version.
             Nothing is overwritten.
+
+    What it answers with raises ``NodeUnavailable`` while the file is locked or the disk is full.
     """
 
     def __init__(self, path: Path, lock_path: Path) -> None:
@@ -166,13 +170,22 @@ class Journal:
             results = [(answer, work()) for work, answer in batch]
             self._db.execute("COMMIT")
         except BaseException as exc:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            with contextlib.suppress(sqlite3.Error):  # this thread must live on
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+            error = self._unavailable(exc) if isinstance(exc, sqlite3.Error) else exc
             for _work, answer in batch:
-                answer.fail(exc)
+                answer.fail(error)
             return
         for answer, result in results:
             answer.give(result)
+
+    def _unavailable(self, exc: sqlite3.Error) -> NodeUnavailable:
+        error = NodeUnavailable(
+            f"the node's journal {self._path} cannot be used now: {exc}", retry_after_s=1
+        )
+        error.__cause__ = exc
+        return error
 
     def _do(self, work: Callable[[], T]) -> asyncio.Future[T]:
         answer = _Answer()

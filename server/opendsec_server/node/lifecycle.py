@@ -118,12 +118,14 @@ class Lifecycle:
 
         Raises:
             Internal: the table does not allow it (a defect).
+            NodeUnavailable: the journal did not take it; nothing has changed.
         """
         source = box.state
         if not can_move(source, target):
             raise Internal(f"sandbox {box.sandbox_id}: no way from {source} to {target}")
         now = time.time()
         record = box.record
+        before = (record.state, record.reason, record.message, record.started_at, record.ended_at)
         record.state = target
         record.reason = reason or record.reason
         record.message = message or record.message
@@ -134,7 +136,13 @@ class Lifecycle:
         transition = Transition(
             source=source, target=target, at=now, reason=reason, message=message, cause=cause
         )
-        await self._journal.save(record, transition)
+        try:
+            await self._journal.save(record, transition)
+        except NodeUnavailable:
+            (record.state, record.reason, record.message, record.started_at, record.ended_at) = (
+                before
+            )
+            raise
         self.events.publish(
             NodeEvent(
                 sandbox_id=box.sandbox_id, state=target, at=now, reason=reason, message=message
@@ -334,12 +342,37 @@ class Lifecycle:
         cause: str,
         message: str | None,
     ) -> None:
+        """A journal that cannot be written holds up the record, never the end itself.
+
+        Raises:
+            NodeUnavailable: nothing of the sandbox runs any more; its end is recorded later.
+        """
         self._unwatch(box)
         if box.state is not State.STOPPING:
-            await self.move(box, State.STOPPING, cause=cause, reason=reason, message=message)
+            try:
+                await self.move(box, State.STOPPING, cause=cause, reason=reason, message=message)
+            except NodeUnavailable as exc:
+                log.error("end goes on", sandbox_id=box.sandbox_id, error=exc.message)
+                box.record.state = State.STOPPING
         await self._take_down(box)
-        await self.move(box, target, cause=cause, reason=reason, message=message)
-        self.boxes.pop(box.sandbox_id, None)
+
+        async def record_end() -> None:
+            await self.move(box, target, cause=cause, reason=reason, message=message)
+            self.boxes.pop(box.sandbox_id, None)
+
+        try:
+            await record_end()
+        except NodeUnavailable:
+            self._task(self._record_later(record_end), f"record-{box.sandbox_id}")
+            raise
+
+    async def _record_later(self, record_end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        # The next start finds out what is not recorded when this one ends.
+        while not self._closing:
+            await asyncio.sleep(limits.JOURNAL_RETRY_S)
+            with contextlib.suppress(NodeUnavailable):
+                await record_end()
+                return
 
     async def finish_interrupted(
         self, box: Sandbox, target: State, reason: EndReason, message: str | None

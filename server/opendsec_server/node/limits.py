@@ -42,6 +42,9 @@ SLOTS_RESTING = 64
 
 HOUSEKEEPING_INTERVAL_S = 60.0
 
+JOURNAL_RETRY_S = 1.0
+"""Pause between attempts to record an end while the journal cannot be written."""
+
 IDLE_RECHECK_FLOOR_S = 1.0
 """An idle check never comes again sooner than this."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from opendsec_server.config import ConfigError
+from opendsec_server.contract.errors import NodeUnavailable
 from opendsec_server.contract.states import EndReason, State
 from opendsec_server.node import limits
 from opendsec_server.node.journal import Journal, Record, Transition
@@ -150,3 +151,16 @@ async def test_newer_version(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(ConfigError, match="newer"):
         opened(tmp_path)
+
+
+async def test_locked_while_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opendsec_server.node.journal._BUSY_TIMEOUT_S", 0.05)
+    journal = opened(tmp_path)
+    other = sqlite3.connect(tmp_path / "node.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(NodeUnavailable, match="locked"):
+        await journal.save(record(), None)
+    other.execute("ROLLBACK")
+    other.close()
+    await journal.save(record(), None)
+    await journal.close()

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import os
 import shutil
 import signal
+import sqlite3
 import time
 from pathlib import Path
 
@@ -104,6 +106,27 @@ async def test_end_time(node: NodeProcess) -> None:
     assert kept["end_at"] == long.end_at
     await node.call("set_end_at", long.sandbox_id, 0.0)
     assert (await node.wait_state(long.sandbox_id, "ended"))["reason"] == "timeout"
+
+
+async def test_a_locked_journal_does_not_keep_sandboxes_alive(node: NodeProcess) -> None:
+    due = await node.create(end_at=time.time() + 2)
+    killed = await node.create()
+    first = first_process(node.config, due.sandbox_id)
+    with contextlib.closing(
+        sqlite3.connect(Path(node.config.state_dir) / "node.db", isolation_level=None)
+    ) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert await refused(node, "create", small_spec()) == "node_unavailable"
+        assert (await node.exec(killed, "true"))[0] == 0
+        assert await refused(node, "kill", killed.sandbox_id) == "node_unavailable"
+        for sandbox_id in (due.sandbox_id, killed.sandbox_id):
+            with pytest.raises(AssertionError, match="no process"):
+                first_process(node.config, sandbox_id)
+        assert not Path(f"/proc/{first}").exists()
+        other.execute("ROLLBACK")
+    assert (await node.wait_state(due.sandbox_id, "ended"))["reason"] == "timeout"
+    assert (await node.wait_state(killed.sandbox_id, "ended"))["reason"] == "killed"
+    assert await node.call("list") == []
 
 
 async def test_idle_time(node: NodeProcess) -> None:
