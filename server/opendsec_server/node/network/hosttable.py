@@ -11,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 
-from .policy import RESOLVERS
+from .policy import METADATA, RESOLVERS
 
 _IP_FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
 
@@ -60,7 +60,7 @@ table inet {name} {{
     iifname != {links} accept
     meta nfproto ipv6 drop
     {dns}
-    ip daddr {{ 169.254.0.0/16, {network_cidr} }} drop
+    ip daddr {{ {", ".join(METADATA)}, {network_cidr} }} drop
     ip saddr != {network_cidr} drop
   }}
   chain prerouting {{

@@ -21,6 +21,10 @@ RESOLVERS = ("169.254.0.1", "169.254.0.2", "169.254.0.3")
 
 AGENT_PORT = 49_983
 
+METADATA = ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32")
+"""Where clouds serve machines their credentials: link-local, and the addresses of Alibaba, Azure
+and Oracle outside it. Closed whatever ``allow`` names."""
+
 CLOSED_RANGES = (
     "0.0.0.0/8",
     "10.0.0.0/8",
@@ -87,7 +91,7 @@ table inet sandbox {{
     ip daddr {GATEWAY} tcp sport {AGENT_PORT} accept
     ip daddr {{ {", ".join(RESOLVERS)} }} udp dport 53 jump egress
     ip daddr {{ {", ".join(RESOLVERS)} }} tcp dport 53 jump egress
-    ip daddr {{ 169.254.0.0/16, {network_cidr} }} {_REFUSE}
+    ip daddr {{ {", ".join(METADATA)}, {network_cidr} }} {_REFUSE}
     meta nfproto ipv4 jump egress
     {_REFUSE}
   }}

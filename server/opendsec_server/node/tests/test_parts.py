@@ -48,6 +48,14 @@ def test_policy_collapses_overlaps() -> None:
     assert "add element inet sandbox allowed { 10.0.0.0/8 }" in commands
 
 
+def test_metadata_addresses_are_closed_before_what_allow_names() -> None:
+    inside = policy.base_ruleset("10.0.0.0/16")
+    outside = hosttable.ruleset("x", "10.0.0.0/16", ("1.1.1.1",))
+    for address in policy.METADATA:
+        assert address in inside.partition("meta nfproto ipv4 jump egress")[0]
+        assert address in outside
+
+
 def test_resolvers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub, real = tmp_path / "stub", tmp_path / "real"
     monkeypatch.setattr(dns, "RESOLV_CONF", stub)
