@@ -17,7 +17,7 @@ use hyper::StatusCode;
 use hyper::header::HeaderMap;
 
 use crate::agent::{Agent, now_ms};
-use crate::auth::{FileClaim, basic_user, check_file_access};
+use crate::auth::{ACCESS_HEADER, FileClaim, basic_user, check_file_access};
 use crate::connect::{Code, RpcError};
 use crate::http::body::{Reply, error};
 use crate::http::query::Query;
@@ -94,15 +94,19 @@ fn authorize(
         .map_err(|message| FileError::new(StatusCode::UNAUTHORIZED, message))
 }
 
-/// The user of a file call: `username`, else the caller's name, else the default. Blocks.
+/// The user of a file call: `username`, else the caller's name if it has the token, else the
+/// default. Blocks.
 fn file_user(
     agent: &Arc<Agent>,
     headers: &HeaderMap,
     name: Option<&str>,
 ) -> Result<User, FileError> {
     let given = name.filter(|name| !name.is_empty()).map(str::to_owned);
-    let name = given.or_else(|| basic_user(headers));
-    let name = name.or_else(|| agent.settings().default_user.clone());
+    let settings = agent.settings();
+    // A signature names its user; who holds it may not choose another.
+    let signed = settings.access_token.is_some() && !headers.contains_key(ACCESS_HEADER);
+    let name = given.or_else(|| basic_user(headers).filter(|_| !signed));
+    let name = name.or_else(|| settings.default_user.clone());
     let name = name.ok_or_else(|| FileError::bad("no user specified"))?;
     agent.users.snapshot().user(&name).cloned().ok_or_else(|| {
         let message = format!("error looking up user '{name}': user: unknown user {name}");
