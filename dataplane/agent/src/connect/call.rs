@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
+use hyper::body::{Body, Incoming};
 use hyper::header::{ALLOW, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Method, Request, StatusCode};
 use serde::de::DeserializeOwned;
@@ -131,6 +131,9 @@ impl<'a> BoundedBody<'a> {
     }
 
     async fn next(&mut self) -> Result<Option<Bytes>, RpcError> {
+        // What is announced too large is refused unread, while the client can still hear it.
+        let announced = usize::try_from(self.body.size_hint().lower()).unwrap_or(usize::MAX);
+        Self::within_limit(self.total_bytes.saturating_add(announced))?;
         loop {
             let Some(frame) = self.body.frame().await else {
                 return Ok(None);
@@ -144,13 +147,18 @@ impl<'a> BoundedBody<'a> {
         }
     }
 
-    fn account(&mut self, bytes: usize) -> Result<(), RpcError> {
-        self.total_bytes += bytes;
-        if self.total_bytes > MESSAGE_BYTES_MAX + HEAD_BYTES {
+    fn within_limit(bytes: usize) -> Result<(), RpcError> {
+        if bytes > MESSAGE_BYTES_MAX + HEAD_BYTES {
             return Err(RpcError::exhausted(format!(
                 "request body is over the limit of {MESSAGE_BYTES_MAX} bytes"
             )));
         }
+        Ok(())
+    }
+
+    fn account(&mut self, bytes: usize) -> Result<(), RpcError> {
+        self.total_bytes += bytes;
+        Self::within_limit(self.total_bytes)?;
         let count = u32::try_from(bytes).unwrap_or(u32::MAX);
         let more = self
             .agent
