@@ -17,6 +17,11 @@ UNIT=opendsecd.service
 has_systemd() { [ -d /run/systemd/system ]; }
 
 uninstall() {
+  local linked
+  linked=$(readlink "$BIN/opendsecd" || true)
+  if [ -n "$linked" ] && [ "$linked" != "$PREFIX/venv/bin/opendsecd" ]; then
+    fail "$BIN/opendsecd is $linked, not in $PREFIX: set PREFIX to where it was installed"
+  fi
   if has_systemd; then systemctl disable --now "$UNIT" 2>/dev/null || true; fi
   if [ -x "$PREFIX/venv/bin/opendsecd" ]; then
     "$PREFIX/venv/bin/opendsecd" purge --yes --images
@@ -46,7 +51,7 @@ install_server() {
 start_server() {
   step "starting the server (the first start builds the template \"base\": about a minute)"
   if has_systemd; then
-    install -m 0644 deploy/systemd/$UNIT /etc/systemd/system/$UNIT
+    sed "s|/opt/opendsec|$PREFIX|" deploy/systemd/$UNIT >/etc/systemd/system/$UNIT
     systemctl daemon-reload
     systemctl enable --quiet "$UNIT"
     systemctl restart "$UNIT"

@@ -48,19 +48,22 @@ install_packages() { # install_packages PACKAGE...: those that are missing, by a
 
 require_rust() {
   local have=""
+  # sudo hides root's own Rust: rustup adds it to PATH in login shells only.
+  # shellcheck disable=SC1091
+  if [ -r "$HOME/.cargo/env" ]; then . "$HOME/.cargo/env"; fi
   if command -v cargo >/dev/null; then have=$(cargo --version | awk '{print $2}'); fi
   if [ -z "$have" ] || ! version_at_least "$have" "$RUST_MIN"; then
     fail "building from a clone needs Rust $RUST_MIN or newer (found: ${have:-none}).
-  Install it with rustup (https://rustup.rs):
-    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y --profile minimal
-    . \"\$HOME/.cargo/env\"
+  Install it for root with rustup (https://rustup.rs):
+    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sudo -H sh -s -- -y --profile minimal
   and run this again."
   fi
 }
 
 find_python() { # prints a python3 that is new enough
   local candidate
-  for candidate in python3 python3.13 python3.12 python3.11; do
+  # The system's first: one in root's home (pyenv, uv) could not be run by other users.
+  for candidate in /usr/bin/python3 python3 python3.13 python3.12 python3.11; do
     if command -v "$candidate" >/dev/null &&
       version_at_least "$("$candidate" -c 'import platform; print(platform.python_version())')" \
         "$PYTHON_MIN"; then

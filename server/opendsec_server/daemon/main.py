@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -34,6 +35,12 @@ def _config(path: Path | None) -> Config:
         return load_config(path)
     except ConfigError as exc:
         _fail(str(exc))
+
+
+def _require_root() -> None:
+    """Others cannot read the pid file: they would be told that no server runs."""
+    if os.geteuid() != 0:
+        _fail("run this as root: only root can see the server's files")
 
 
 def _fail(message: str, code: int = EX_CONFIG) -> NoReturn:
@@ -73,6 +80,7 @@ def stop(config: ConfigOption = None) -> None:
     """Stop the background server and its edge. Sandboxes go on running."""
     from .background import stop_background
 
+    _require_root()
     if not stop_background(_config(config)):
         _fail("not running", EX_UNAVAILABLE)
     typer.echo("stopped; sandboxes go on running (`opendsecd purge` removes them)")
@@ -86,6 +94,7 @@ def status(
     """Say whether the server runs and is ready."""
     from .background import read_status
 
+    _require_root()
     found = read_status(_config(config))
     if as_json:
         typer.echo(json.dumps(found))
@@ -118,6 +127,7 @@ def purge(
     images: Annotated[bool, typer.Option(help="Remove templates' images too.")] = False,
 ) -> None:
     """Remove every sandbox of this instance and all it left in the kernel. Stops the server."""
+    _require_root()
     settings = _config(config)
     if not yes:
         typer.confirm(f"Remove all sandboxes under {settings.state_dir}?", abort=True)

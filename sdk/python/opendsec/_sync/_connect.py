@@ -199,7 +199,7 @@ class SandboxWire:
                 return gone(record, cause)
         words = {True: "the sandbox is alive", None: "the sandbox could not be asked"}[alive]
         return ConnectionFailed(
-            f"{cause.message} The stream ended before its end record; {words}.",
+            f"{cause.message.rstrip('.')}. The stream ended before its end record; {words}.",
             remediation="Re-attach to the process by its pid." if alive and pid else None,
             sandbox_alive=alive,
             pid=pid,

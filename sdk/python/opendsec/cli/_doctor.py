@@ -21,6 +21,7 @@ from ._output import print_json, wants_colour
 from ._session import client_of
 
 SERVER_DOCTOR_TIMEOUT_S = 120
+START = "Start it: sudo systemctl start opendsecd, or without systemd: sudo opendsecd start"
 MARKS = {"ok": ("ok", "32"), "warn": ("!!", "33"), "fail": ("XX", "31"), "skip": ("--", "2")}
 
 
@@ -74,7 +75,9 @@ def _server_check(client: Client) -> Check:
     try:
         info = client.server_info()
     except OpendsecError as error:
-        return Check("server", "fail", error.message, error.remediation)
+        down = error.code in ("connection_failed", "control_plane_unavailable")
+        ours = down and is_loopback(client.settings.base_url)
+        return Check("server", "fail", error.message, START if ours else error.remediation)
     if info.version.split(".")[:2] != __version__.split(".")[:2]:
         return Check(
             "server",
