@@ -206,7 +206,7 @@ async def test_inside_is_held(node: NodeProcess) -> None:
         "echo b > /proc/sysrq-trigger",
         "cat /proc/kcore",
         "dmesg",
-        "umount /.opendsec/agent",
+        "umount /.opendsec/opendsec-agent",
         "date -s 2001-01-01",
         "cat /proc/1/environ",
         "python3 -c 'import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)'",
