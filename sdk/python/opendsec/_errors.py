@@ -130,7 +130,8 @@ class Unauthenticated(UserError):
 
     code = "unauthenticated"
     default_remediation = (
-        "Pass api_key= or set OPENDSEC_API_KEY. `opendsec env` prints the key of a local server."
+        "Pass api_key= or set OPENDSEC_API_KEY. "
+        "`sudo opendsec env` prints the key of a local server."
     )
 
 

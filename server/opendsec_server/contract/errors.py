@@ -107,7 +107,7 @@ class Unauthenticated(UserError):
     code = "unauthenticated"
     http_status = 401
     default_remediation = (
-        "Send a valid key in X-API-Key. `opendsec env` prints the key of a local server."
+        "Send a valid key in X-API-Key. `sudo opendsec env` prints the key of a local server."
     )
 
 
