@@ -148,14 +148,16 @@ async fn h2_streams_both_ways_and_is_told_about_broken_ones() {
     let rest = body.collect().await.expect("end").to_bytes();
     assert_eq!(rest, frame(2, "{}"));
 
-    let broken = sender
+    // The reset may overtake the head; what must not be seen is an end.
+    if let Ok(broken) = sender
         .send_request(to(Method::POST, ID, 49_983, "/broken", full("")))
         .await
-        .expect("head");
-    assert!(
-        soon("end", broken.into_body().collect()).await.is_err(),
-        "a reset, not an end"
-    );
+    {
+        assert!(
+            soon("end", broken.into_body().collect()).await.is_err(),
+            "a reset, not an end"
+        );
+    }
     // The connection itself goes on.
     let after = to(Method::GET, "igone", 49_983, "/", full(""));
     assert_eq!(
