@@ -252,7 +252,7 @@ class Node:
 
     async def list(self) -> list[SandboxStatus]:
         """See ``NodeClient.list``."""
-        return [status_of(box.record) for box in self._boxes()]
+        return [status_of(box.record) for box in self._boxes() if box.state not in TERMINAL]
 
     async def kill(self, sandbox_id: str, reason: EndReason = EndReason.KILLED) -> SandboxStatus:
         """See ``NodeClient.kill``."""

@@ -23,6 +23,11 @@ ONE = f"/v1/sandboxes/{SANDBOX_ID}"
 WAIT_S = 30
 
 
+def hear_interrupts() -> None:
+    """A test run in the background ignores SIGINT, and its children would too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def environment(server: FakeServer | None, **extra: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("OPENDSEC_")}
     env["OPENDSEC_STATE_DIR"] = "/nonexistent"
@@ -232,6 +237,7 @@ def test_interrupted_run_removes_the_sandbox(
         env=environment(ready),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        preexec_fn=hear_interrupts,
     )
     try:
         assert running.wait(WAIT_S)
@@ -257,6 +263,7 @@ def test_interrupted_create_leaves_nothing(ready: FakeServer) -> None:
         [sys.executable, "-m", "opendsec.cli.main", "run", "--", "true"],
         env=environment(ready),
         stdin=subprocess.DEVNULL,
+        preexec_fn=hear_interrupts,
     )
     try:
         assert asked.wait(WAIT_S)
