@@ -6,12 +6,13 @@ from __future__ import annotations
 import re
 
 from opendsec_server.contract.errors import InvalidRequest
+from opendsec_server.contract.limits import IDEMPOTENCY_KEY_CHARS_MAX
 
 ENVD_VERSION = "0.9.1"
 """Version of E2B's in-sandbox protocol that the guest agent implements."""
 
-NATIVE_KEY_RE = re.compile(r"[A-Za-z0-9._:-]{1,255}")
-E2B_KEY_RE = re.compile(r"[a-z0-9-]{1,255}")
+NATIVE_KEY_RE = re.compile(rf"[A-Za-z0-9._:-]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
+E2B_KEY_RE = re.compile(rf"[a-z0-9-]{{1,{IDEMPOTENCY_KEY_CHARS_MAX}}}")
 
 
 def idempotency_key(text: str | None, allowed: re.Pattern[str]) -> str | None:

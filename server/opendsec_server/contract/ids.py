@@ -13,7 +13,6 @@ import secrets
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 NODE_ID_CHARS = 4
 SANDBOX_ID_RE = re.compile(r"^i[a-z0-9]{19}$")
-NODE_ID_RE = re.compile(r"^[a-z0-9]{4}$")
 
 
 def random_chars(count: int) -> str:
@@ -29,11 +28,6 @@ def new_node_id() -> str:
 def new_sandbox_id(node_id: str) -> str:
     """A fresh sandbox id that names its owning node."""
     return f"i{node_id}{random_chars(19 - NODE_ID_CHARS)}"
-
-
-def node_of(sandbox_id: str) -> str:
-    """The short id of the node that made this sandbox."""
-    return sandbox_id[1 : 1 + NODE_ID_CHARS]
 
 
 def is_sandbox_id(text: str) -> bool:

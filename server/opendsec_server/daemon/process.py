@@ -10,22 +10,14 @@ from pathlib import Path
 
 import msgspec
 
+from opendsec_server.node.process import start_ticks_of
+
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
     """A process is the same one only if pid and start time both match (proc(5), field 22)."""
 
     pid: int
     start_ticks: int
-
-
-def start_ticks_of(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot. None: no such process, or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else int(fields[19])
 
 
 def identity_of(pid: int) -> ProcessIdentity | None:

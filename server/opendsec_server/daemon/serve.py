@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -18,7 +17,6 @@ import uvloop
 
 from opendsec_server.api.app import build_api_app
 from opendsec_server.api.control_app import build_control_app
-from opendsec_server.binaries import find_agent
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.control.services import Services
 from opendsec_server.node.mountns import enter_private_mount_namespace
@@ -60,18 +58,10 @@ def serve(config: Config) -> None:
         ConfigError: a setting or the machine does not allow it. The message says what to do.
     """
     prepare_directories(config)
-    find_agent(config)
-    _raise_open_files_limit()
     # Threads would keep the old namespace, so this comes before the event loop.
     enter_private_mount_namespace()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config))
-
-
-def _raise_open_files_limit() -> None:
-    # Each network slot holds two namespace descriptors.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(config: Config) -> None:
