@@ -40,6 +40,19 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     # The node
     oci_runtime: str = "crun"
     """Name or path: crun, runc, or another with the same command line."""
+    default_backend: Literal["auto", "container", "microvm", "vm"] = "auto"
+    """What a create gets that names none. auto: microvm where guests run on the processor (KVM),
+    else container."""
+    vmm: Literal["auto", "firecracker", "qemu"] = "auto"
+    """Program behind microVMs. auto: Firecracker where it and a working KVM exist, else QEMU."""
+    firecracker_path: str | None = None
+    """None: OPENDSEC_FIRECRACKER, then PATH, then the install folder. A static binary."""
+    jailer_path: str | None = None
+    """None: OPENDSEC_JAILER, then beside Firecracker, then PATH."""
+    qemu_path: str | None = None
+    """None: OPENDSEC_QEMU, then qemu-system-<machine> in PATH."""
+    guest_kernel_path: str | None = None
+    """Packaged Linux kernel (vmlinuz) for microVMs. None: one is fetched from the distribution."""
     network_cidr: str = "10.201.0.0/16"
     """Addresses of the slots. Must not overlap a network the host uses."""
     slots_ready: int = 16

@@ -175,6 +175,13 @@ class IdempotencyOutcomeUnknown(Conflict):
     default_remediation = "Repeat the same request with the same key a little later."
 
 
+class SnapshotNotFound(NotFound):
+    """No such snapshot for this caller, or on this node."""
+
+    code = "snapshot_not_found"
+    default_remediation = "List snapshots and use one of their ids or names."
+
+
 class MethodNotAllowed(UserError):
     """The path exists, but not with this method."""
 
@@ -187,6 +194,13 @@ class StateConflict(Conflict):
     """The sandbox is in a state that does not allow the operation."""
 
     code = "sandbox_state_conflict"
+
+
+class AlreadyPaused(StateConflict):
+    """A pause of a sandbox that is paused."""
+
+    code = "already_paused"
+    default_remediation = "Nothing is to be done. Resume it to use it."
 
 
 class PayloadTooLarge(UserError):
@@ -279,6 +293,39 @@ class StoreUnavailable(PlatformError):
     http_status = 503
     retryable = True
     default_remediation = "Retry after a moment. Running sandboxes are not affected."
+
+
+class SnapshotFailed(PlatformError):
+    """A sandbox's state could not be saved. The sandbox itself goes on; nothing is left behind."""
+
+    code = "snapshot_failed"
+    retryable = True
+    default_remediation = "Retry; if it repeats, look at the node's free disk and its log."
+
+
+class SnapshotDamaged(PlatformError):
+    """What was saved does not match its checksum or is cut short. It was not used."""
+
+    code = "snapshot_damaged"
+    default_remediation = (
+        "Delete the snapshot and take it again. A paused sandbox can be resumed from its disk alone."
+    )
+
+
+class SnapshotIncompatible(PlatformError):
+    """Saved memory needs another VMM, CPU model, guest kernel or agent than this node has."""
+
+    code = "snapshot_incompatible"
+    http_status = 409
+    default_remediation = "Use a node that has what it needs, or start from its disk alone."
+
+
+class ResumeFailed(PlatformError):
+    """A paused sandbox did not come up again. It stays paused; nothing of it is lost."""
+
+    code = "resume_failed"
+    retryable = True
+    default_remediation = "Retry; if it repeats, resume it from its disk alone."
 
 
 class StartTimeout(PlatformError):

@@ -14,7 +14,40 @@ import msgspec
 from .states import EndReason, State
 
 Backend = Literal["container", "microvm", "vm", "fncall"]
+Accelerator = Literal["none", "kvm", "tcg"]
 OnTimeout = Literal["kill", "pause"]
+StateMode = Literal["full", "filesystem"]
+"""What a pause or snapshot keeps: ``full`` disk and memory, ``filesystem`` the disk only."""
+
+
+class Capabilities(msgspec.Struct, kw_only=True, frozen=True):
+    """What a backend can do, as data. API, CLI and docs look here and never at names."""
+
+    own_kernel: bool
+    """Sandboxes do not share the host's kernel."""
+    memory_snapshot: bool
+    """Snapshots and forks can hold memory: ``full`` is possible, not only ``filesystem``."""
+    pause_survives_reboot: bool
+    """A full pause is kept on disk; otherwise it holds (swappable) memory of the running host."""
+    fork: bool
+    """Sandboxes can be forked at all (at least their disk)."""
+    disk_images: bool
+    """Boots a disk image with its own kernel and init, instead of layers."""
+    console: bool
+    """Has a serial console and a screen to look at."""
+    passthrough: bool
+    """Devices of the host can be given to a sandbox (VFIO)."""
+
+
+class BackendInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """One backend that a node offers."""
+
+    name: Backend
+    capabilities: Capabilities
+    accelerator: Accelerator = "none"
+    """How guest instructions run: ``kvm`` on the processor, ``tcg`` emulated and slow."""
+    vmm: str | None = None
+    """The program behind a virtual machine (``firecracker``, ``qemu``) with its version."""
 
 
 class NetworkPolicy(msgspec.Struct, kw_only=True, frozen=True):
@@ -49,8 +82,16 @@ class SandboxSpec(msgspec.Struct, kw_only=True, frozen=True):
     env: dict[str, str] = {}
     created_at: float
     end_at: float
+    timeout_s: float = 300.0
+    """What was asked for; an automatic resume starts it anew (at least 300 s)."""
     idle_timeout_s: int | None = None
     on_timeout: OnTimeout = "kill"
+    pause_mode: StateMode = "full"
+    """What a pause by time-out keeps."""
+    auto_resume: bool = False
+    """Any request to the paused sandbox resumes it first."""
+    snapshot_id: str | None = None
+    """Start from this snapshot on the node instead of from ``image`` alone."""
     network: NetworkPolicy = NetworkPolicy()
     default_user: str = "user"
     default_workdir: str | None = None
@@ -77,6 +118,42 @@ class SandboxStatus(msgspec.Struct, kw_only=True, frozen=True):
     reason: EndReason | None = None
     message: str | None = None
     """One sentence of evidence for ``reason`` (exit status, which limit)."""
+    pause_mode: StateMode | None = None
+    """While paused: what was kept."""
+    accelerator: Accelerator = "none"
+    vmm: str | None = None
+
+
+class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
+    """A saved disk, or disk and memory, that sandboxes can start from."""
+
+    snapshot_id: str
+    source_id: str
+    """The sandbox it was taken of; it need not exist any more."""
+    backend: Backend
+    mode: StateMode
+    image: str
+    cpu: float
+    memory_mb: int
+    disk_mb: int
+    created_at: float
+    disk_bytes: int
+    """Bytes that only this snapshot's disk holds, as far as the file system can tell."""
+    memory_bytes: int
+    """Bytes on disk of its memory; zero pages and pages shared with an older one not counted."""
+    versions: dict[str, str] = {}
+    """What it needs to be restored: VMM, CPU model, kernel, agent. Empty without memory."""
+
+
+class PauseReport(msgspec.Struct, kw_only=True, frozen=True):
+    """What a pause did."""
+
+    status: SandboxStatus
+    took_s: float
+    memory_before_bytes: int
+    memory_freed_bytes: int
+    stored_bytes: int
+    """Bytes written to disk for it."""
 
 
 class Route(msgspec.Struct, kw_only=True, frozen=True):
@@ -115,7 +192,7 @@ class NodeInfo(msgspec.Struct, kw_only=True, frozen=True):
     node_id: str
     hostname: str
     version: str
-    backends: tuple[Backend, ...]
+    backends: tuple[BackendInfo, ...]
     cpu_count: int
     memory_total_bytes: int
     disk_total_bytes: int
@@ -171,6 +248,66 @@ class NodeClient(Protocol):
             SandboxNotFound: the journal does not know it.
         """
 
+    async def pause(self, sandbox_id: str, mode: StateMode = "full") -> PauseReport:
+        """Free a running sandbox's memory and keep the rest. A call during a pause joins it.
+
+        Its end time is forgotten; ``resume`` sets a new one. Connections to it end with
+        ``unavailable``. Returns when it is paused.
+
+        Raises:
+            SandboxNotFound: unknown or ended.
+            AlreadyPaused: it is.
+            StateConflict: it is starting, resuming or ending.
+            NotSupported: the backend cannot keep memory; ask for ``filesystem``.
+            SnapshotFailed: it could not be saved; it goes on running.
+        """
+
+    async def resume(
+        self, sandbox_id: str, *, end_at: float, reboot: bool = False
+    ) -> SandboxStatus:
+        """Let a paused sandbox run on. Waits while it is pausing; a call during a resume joins it.
+
+        Args:
+            sandbox_id: Which.
+            end_at: Its new end time. Never shortens that of one which already runs.
+            reboot: Forget the kept memory and start from the disk.
+
+        Raises:
+            SandboxNotFound: unknown or ended.
+            StateConflict: it is starting or ending.
+            NodeFull: no room to run it now; it stays paused.
+            SnapshotIncompatible: the kept memory does not fit this machine any more.
+            SnapshotDamaged: what was kept is damaged; it stays paused.
+            ResumeFailed: it did not come up; it stays paused.
+        """
+
+    async def snapshot(
+        self, sandbox_id: str, snapshot_id: str, *, mode: StateMode = "full", ephemeral: bool = False
+    ) -> Snapshot:
+        """Save a running or paused sandbox's state of this instant; it goes on afterwards.
+
+        Idempotent by ``snapshot_id``.
+
+        Args:
+            sandbox_id: Which.
+            snapshot_id: Chosen by the caller.
+            mode: Of a sandbox paused without memory only ``filesystem`` is possible.
+            ephemeral: For a fork: gone when the node restarts, at the latest.
+
+        Raises:
+            SandboxNotFound: unknown or ended.
+            StateConflict: it is starting, resuming or ending.
+            NotSupported: the backend cannot keep memory; ask for ``filesystem``.
+            SnapshotFailed: it could not be saved; the sandbox goes on, nothing is left.
+            NodeFull: no room on the disk.
+        """
+
+    async def snapshots(self) -> list[Snapshot]:
+        """Every complete snapshot of the node, ephemeral ones not."""
+
+    async def delete_snapshot(self, snapshot_id: str) -> bool:
+        """Remove a snapshot; False when there is none. Sandboxes started from it go on."""
+
     async def set_end_at(
         self, sandbox_id: str, end_at: float, *, only_extend: bool = False
     ) -> SandboxStatus:
@@ -188,11 +325,13 @@ class NodeClient(Protocol):
         """
 
     async def route(self, sandbox_id: str) -> Route:
-        """How to reach a running sandbox. Waits while it is starting.
+        """How to reach a running sandbox. Waits while it is starting, pausing or resuming.
+
+        Never resumes a paused one: who may do that is the control plane's business.
 
         Raises:
             SandboxNotFound: unknown or ended.
-            StateConflict: known, but not running.
+            StateConflict: known, but not running (``details["state"]``).
         """
 
     async def route_by_signature(

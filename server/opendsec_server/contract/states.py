@@ -32,6 +32,8 @@ class EndReason(StrEnum):
     IDLE = "idle"  # no request for idle_timeout_s
     EXITED = "exited"  # its PID 1 ended by itself
     OOM = "oom"  # the kernel killed PID 1 at the memory limit
+    KERNEL_PANIC = "kernel_panic"  # the guest's own kernel gave up
+    VMM_FAILED = "vmm_failed"  # the program behind the virtual machine ended or was killed
     START_FAILED = "start_failed"
     LOST = "lost"  # found gone at reconcile (host reboot, kernel kill)
 

@@ -196,6 +196,9 @@ class Creates:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
+    def _backends(self) -> list[str]:
+        return [backend.name for backend in self._node_info.backends]
+
     # --- one attempt --------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, Created]) -> asyncio.Task[Created]:
@@ -213,10 +216,10 @@ class Creates:
     async def _create(
         self, caller: Caller, params: CreateParams, claim: IdempotencyClaim | None
     ) -> Created:
-        if params.backend not in self._node_info.backends:
+        if params.backend not in self._backends():
             raise NotSupported(
                 f"backend `{params.backend}` is not available on this server",
-                details={"available": list(self._node_info.backends)},
+                details={"available": self._backends()},
             )
         template = await self._templates.resolve(caller, params.template)
         while True:

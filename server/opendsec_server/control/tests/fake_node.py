@@ -11,6 +11,8 @@ import msgspec
 
 from opendsec_server.contract.errors import OpendsecError, SandboxNotFound, StateConflict
 from opendsec_server.contract.node import (
+    BackendInfo,
+    Capabilities,
     MetricSample,
     NetworkPolicy,
     NodeEvent,
@@ -51,7 +53,20 @@ class FakeNode:
             node_id=NODE_ID,
             hostname="test",
             version="0",
-            backends=("container",),
+            backends=(
+                BackendInfo(
+                    name="container",
+                    capabilities=Capabilities(
+                        own_kernel=False,
+                        memory_snapshot=False,
+                        pause_survives_reboot=False,
+                        fork=True,
+                        disk_images=False,
+                        console=False,
+                        passthrough=False,
+                    ),
+                ),
+            ),
             cpu_count=2,
             memory_total_bytes=1 << 34,
             disk_total_bytes=1 << 36,
