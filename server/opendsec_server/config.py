@@ -73,6 +73,9 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     # The control plane
     database_url: str | None = None
     """SQLAlchemy URL. None: SQLite in ``state_dir``."""
+    e2b_fork_of_containers: Literal["filesystem", "refuse"] = "filesystem"
+    """E2B's forks and snapshots hold memory, which containers cannot save. filesystem: theirs hold
+    the disk only, and a response header says so. refuse: 501."""
 
     log_format: Literal["auto", "json", "console"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -122,6 +122,9 @@ class SandboxStatus(msgspec.Struct, kw_only=True, frozen=True):
     """While paused: what was kept."""
     accelerator: Accelerator = "none"
     vmm: str | None = None
+    seq: int = 0
+    """How many changes of state it has made, counted on the node and kept with its record. Orders
+    reports that come by different ways, since states recur. 0: not told."""
 
 
 class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
@@ -211,6 +214,8 @@ class NodeEvent(msgspec.Struct, kw_only=True, frozen=True):
     at: float
     reason: EndReason | None = None
     message: str | None = None
+    seq: int = 0
+    """``SandboxStatus.seq`` after this change."""
 
 
 class NodeClient(Protocol):
