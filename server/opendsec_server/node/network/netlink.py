@@ -129,10 +129,15 @@ def link_delete(name: str) -> Message:
     return _RTM_DELLINK, 0, _ifinfo() + _attr(_IFLA_IFNAME, _name(name))
 
 
-def address(index: int, ip: str) -> Message:
-    """Give a link one /32 address."""
+def link_address(index: int, mac: bytes) -> Message:
+    """Give a link its link address."""
+    return _RTM_NEWLINK, 0, _ifinfo(index) + _attr(_IFLA_ADDRESS, mac)
+
+
+def address(index: int, ip: str, prefix_length: int = 32) -> Message:
+    """Give a link one address."""
     raw = socket.inet_aton(ip)
-    payload = struct.pack("=BBBBi", socket.AF_INET, 32, 0, _RT_SCOPE_UNIVERSE, index)
+    payload = struct.pack("=BBBBi", socket.AF_INET, prefix_length, 0, _RT_SCOPE_UNIVERSE, index)
     payload += _attr(_IFA_LOCAL, raw) + _attr(_IFA_ADDRESS, raw)
     return _RTM_NEWADDR, _NLM_F_CREATE | _NLM_F_EXCL, payload
 
@@ -311,3 +316,12 @@ def link_index(name: str) -> int:
         OSError: no such link.
     """
     return socket.if_nametoindex(name)
+
+
+def link_there(name: str) -> bool:
+    """Whether the thread's network namespace has a link of this name."""
+    try:
+        socket.if_nametoindex(name)
+    except OSError:
+        return False
+    return True

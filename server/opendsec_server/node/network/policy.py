@@ -40,7 +40,7 @@ CLOSED_RANGES = (
 """Private, shared, loopback, link-local, benchmark, multicast and reserved ranges
 (RFC 6890): closed unless ``allow`` names them."""
 
-_REFUSE = "reject with icmpx admin-prohibited"
+REFUSE = "reject with icmpx admin-prohibited"
 """An answer at once, so that programs fail fast and do not wait for a time-out."""
 
 
@@ -91,16 +91,21 @@ table inet sandbox {{
     ip daddr {GATEWAY} tcp sport {AGENT_PORT} accept
     ip daddr {{ {", ".join(RESOLVERS)} }} udp dport 53 jump egress
     ip daddr {{ {", ".join(RESOLVERS)} }} tcp dport 53 jump egress
-    ip daddr {{ {", ".join(METADATA)}, {network_cidr} }} {_REFUSE}
+    ip daddr {{ {", ".join(METADATA)}, {network_cidr} }} {REFUSE}
     meta nfproto ipv4 jump egress
-    {_REFUSE}
+    {REFUSE}
   }}
 }}
 """
 
 
-def policy_commands(policy: NetworkPolicy) -> str:
+def policy_commands(policy: NetworkPolicy, *, forwarded: bool = False) -> str:
     """Commands that replace the policy of a slot's namespace in one transaction.
+
+    Args:
+        policy: The new one.
+        forwarded: For a slot with a machine behind a tap, see ``tap.tap_ruleset``: packets of
+            both directions are judged, so the address is the one the connection was opened to.
 
     Order matters: what stays closed in any case (other sandboxes, link-local metadata) was
     refused before; then ``allow``, ``deny``, the closed ranges, and the default.
@@ -117,10 +122,12 @@ def policy_commands(policy: NetworkPolicy) -> str:
     for name, entries in (("allowed", policy.allow), ("denied", policy.deny)):
         if entries:
             lines.append(f"add element inet sandbox {name} {{ {_elements(entries)} }}")
-    rules = ["ip daddr @allowed accept", f"ip daddr @denied {_REFUSE}"]
+    to = "ct original ip daddr" if forwarded else "ip daddr"
+    refuse = "goto refuse" if forwarded else REFUSE
+    rules = [f"{to} @allowed accept", f"{to} @denied {refuse}"]
     if policy.internet or policy.allow:
-        rules.insert(0, f"ip daddr {{ {', '.join(RESOLVERS)} }} accept")
-    rules.append(f"ip daddr @closed {_REFUSE}")
+        rules.insert(0, f"{to} {{ {', '.join(RESOLVERS)} }} accept")
+    rules.append(f"{to} @closed {refuse}")
     if policy.internet:
         rules.append("accept")
     lines += [f"add rule inet sandbox egress {rule}" for rule in rules]

@@ -23,7 +23,7 @@ from typing import Any
 
 from opendsec_server.node import syscalls
 
-from . import netlink
+from . import netlink, tap
 from .nft import Nft, NftError
 from .policy import GATEWAY
 
@@ -65,6 +65,8 @@ class SlotMaker:
                 return {"ok": True}, made
             if operation == "policy":
                 self._inside(fds[0], lambda: self._replace_policy(**request))
+            elif operation == "tap":
+                self._inside(fds[0], lambda: self._add_tap(**request))
             elif operation == "unlink":
                 self._unlink(**request)
             elif operation == "host":
@@ -145,8 +147,30 @@ class SlotMaker:
     def _links(self, prefix: str) -> list[str]:
         return [name for name in self._host.link_names() if name.startswith(prefix)]
 
-    def _replace_policy(self, *, ruleset: str) -> None:
-        """Connections that the new policy would not open end: they are no longer known."""
+    def _add_tap(self, *, owner_uid: int, ruleset: str) -> None:
+        """Put a tap behind the slot's link. The rules come first and the link goes up last, so
+        that no packet of the guest ever passes unjudged."""
+        for name, value in tap.SETTINGS:
+            _write_sysctl(name, value)
+        self._nft.run(ruleset)
+        tap.make_device(owner_uid)
+        with netlink.Netlink() as inside:
+            inside.send(
+                netlink.link_address(tap.TAP_INDEX, tap.TAP_MAC),
+                netlink.address(tap.TAP_INDEX, tap.TAP_ADDRESS, tap.PREFIX_LENGTH),
+                netlink.link_up(tap.TAP_INDEX),
+                netlink.neighbour(tap.TAP_INDEX, tap.GUEST_ADDRESS, tap.GUEST_MAC),
+            )
+
+    def _replace_policy(self, *, ruleset: str, forwarded_ruleset: str) -> None:
+        """By the namespace itself it is known which kind of slot this is, whoever adopted it.
+
+        With a container, connections that the new policy would not open end because they are no
+        longer known. With a machine, every packet is judged anew.
+        """
+        if netlink.link_there(tap.TAP):
+            self._nft.run(forwarded_ruleset)
+            return
         self._nft.run(ruleset)
         with netlink.Netlink(netfilter=True) as conntrack:
             conntrack.send(netlink.conntrack_flush())

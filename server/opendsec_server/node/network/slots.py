@@ -25,6 +25,7 @@ from opendsec_server.contract.node import NetworkPolicy
 
 from .policy import base_ruleset, policy_commands
 from .slotmaker import IDS_PER_SANDBOX, MESSAGE_BYTES_MAX
+from .tap import TapInfo, tap_ruleset
 
 ID_BASE = 0x7000_0000
 """First host user id given to a sandbox; slot n owns ``ID_BASE + n * 65536`` and up."""
@@ -297,8 +298,13 @@ class SlotPool:
         """Slots ready to be taken."""
         return len(self._ready)
 
-    async def take(self, policy: NetworkPolicy) -> Slot:
+    async def take(self, policy: NetworkPolicy, *, tap_owner: int | None = None) -> Slot:
         """A slot with this egress policy: a ready one, or one made now.
+
+        Args:
+            policy: What the sandbox may reach.
+            tap_owner: For a virtual machine: the user id that may open the slot's tap. None: for
+                a container.
 
         Raises:
             NodeFull: no number is left.
@@ -306,9 +312,40 @@ class SlotPool:
         """
         self._taken_at = time.monotonic()
         self._wanted.set()
-        if self._ready and _egress(policy) == _DEFAULT_EGRESS:
-            return self._ready.popleft()
-        return await self._make(policy)
+        if self._ready and (tap_owner is not None or _egress(policy) == _DEFAULT_EGRESS):
+            slot = self._ready.popleft()
+        else:
+            slot = await self._make(policy)
+        if tap_owner is not None:
+            try:
+                await self.add_tap(slot, tap_owner, policy)
+            except BaseException:
+                self.release(slot)
+                raise
+        return slot
+
+    async def add_tap(self, slot: Slot, owner_uid: int, policy: NetworkPolicy) -> TapInfo:
+        """Turn a slot into one for a virtual machine. Once; there is no way back.
+
+        Args:
+            slot: Taken, and nobody lives in it yet.
+            owner_uid: The user id that may open the tap without capabilities.
+            policy: What the guest may reach. Replaces the slot's.
+
+        Raises:
+            SandboxStartFailed: the kernel or nft refused; the slot must be released.
+        """
+        rules = tap_ruleset(self.network_cidr, slot.address)
+        try:
+            await self.maker.ask(
+                "tap",
+                fds=(slot.netns_fd,),
+                owner_uid=owner_uid,
+                ruleset=rules + policy_commands(policy, forwarded=True),
+            )
+        except SlotMakerError as exc:
+            raise SandboxStartFailed(f"cannot make a tap: {exc}") from exc
+        return TapInfo(owner_uid)
 
     def _take_number(self) -> int:
         rested = self._freed and time.monotonic() - self._freed[0][0] >= NUMBER_REST_S
@@ -348,12 +385,17 @@ class SlotPool:
         return Slot(number, address, fds[0], self._maps.get(number))
 
     async def set_policy(self, slot: Slot, policy: NetworkPolicy) -> None:
-        """Replace the egress policy of a slot in use, atomically.
+        """Replace the egress policy of a slot in use, atomically. Of a container or of a machine.
 
         Raises:
             SlotMakerError: the kernel or nft refused; the old policy stands.
         """
-        await self.maker.ask("policy", fds=(slot.netns_fd,), ruleset=policy_commands(policy))
+        await self.maker.ask(
+            "policy",
+            fds=(slot.netns_fd,),
+            ruleset=policy_commands(policy),
+            forwarded_ruleset=policy_commands(policy, forwarded=True),
+        )
 
     def release(self, slot: Slot) -> None:
         """Give a slot back after its sandbox's last process is gone."""

@@ -4,112 +4,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import secrets
 import socket
-import struct
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 
 import pytest
 
 from opendsec_server.contract.node import NetworkPolicy, SandboxSpec
-from opendsec_server.node import syscalls
 from opendsec_server.node.tests.conftest import MakeNode
 from opendsec_server.node.tests.machine import NodeProcess
+from opendsec_server.node.tests.world import (
+    ANSWER,
+    HOST_END,
+    METADATA,
+    NAME,
+    PORT,
+    PRIVATE,
+    PUBLIC,
+    World,
+    ip,
+    make_world,
+)
 
 pytestmark = pytest.mark.node
 
-PUBLIC = "203.0.114.10"
-PRIVATE = "192.168.77.10"
-METADATA = "169.254.169.254"
-HOST_END = "203.0.114.1"
-PORT = 8_080
-NAME = "service.example"
-ANSWER = "203.0.114.77"
-
-
-@dataclass
-class World:
-    """The far side: a web port and a resolver on public, private and metadata addresses."""
-
-    questions: list[bytes]
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-def _dns_answer(question: bytes) -> bytes:
-    """Every name is ``ANSWER`` (RFC 1035)."""
-    head = question[:2] + b"\x81\x80\0\1\0\1\0\0\0\0"
-    body = question[12 : question.index(b"\0", 12) + 5]
-    return head + body + b"\xc0\x0c\0\1\0\1\0\0\0\x3c\0\4" + socket.inet_aton(ANSWER)
-
-
-def _serve(namespace: str, stop: threading.Event, world: World, ready: threading.Event) -> None:
-    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    syscalls.setns(fd, syscalls.CLONE_NEWNET)
-    os.close(fd)
-    with (
-        socket.create_server(("0.0.0.0", PORT), backlog=64) as web,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as dns,
-    ):
-        web.settimeout(0.05)
-        dns.settimeout(0.05)
-        dns.bind((PRIVATE, 53))
-        ready.set()
-        while not stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                connection, _peer = web.accept()
-                with connection:
-                    connection.sendall(b"hello\n")
-            with contextlib.suppress(TimeoutError):
-                question, peer = dns.recvfrom(512)
-                world.questions.append(question)
-                # An address record only; other kinds are answered without one.
-                kind = struct.unpack(">H", question[question.index(b"\0", 12) + 1 :][:2])[0]
-                dns.sendto(
-                    _dns_answer(question)
-                    if kind == 1
-                    else question[:2] + b"\x81\x80" + question[4:6] + b"\0" * 6 + question[12:],
-                    peer,
-                )
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    """A namespace behind a link; nothing leaves the machine."""
-    if os.geteuid() != 0:
-        pytest.skip("a network namespace needs root")
-    name = "odw" + secrets.token_hex(3)
-    link = f"w{name[3:]}"
-    _ip("netns", "add", name)
-    stop, ready, world = threading.Event(), threading.Event(), World([])
-    try:
-        _ip("link", "add", link, "type", "veth", "peer", "name", "far", "netns", name)
-        _ip("addr", "add", f"{HOST_END}/24", "dev", link)
-        _ip("link", "set", link, "up")
-        for address in (f"{PUBLIC}/24", f"{PRIVATE}/32", f"{METADATA}/32"):
-            _ip("-n", name, "addr", "add", address, "dev", "far")
-        _ip("-n", name, "link", "set", "far", "up")
-        for address in (PRIVATE, METADATA):
-            _ip("route", "add", f"{address}/32", "dev", link)
-        thread = threading.Thread(target=_serve, args=(name, stop, world, ready))
-        thread.start()
-        assert ready.wait(10)
-        yield world
-        stop.set()
-        thread.join()
-    finally:
-        stop.set()
-        _ip("netns", "del", name)
-        with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("link", "del", link)
+world = pytest.fixture(make_world)
 
 
 @pytest.fixture
@@ -190,10 +110,9 @@ async def test_only_the_host_reaches_a_sandbox(online: NodeProcess, world: World
     """Not even a router that knows the way gets in."""
     spec = await online.create()
     address = (await online.call("route", spec.sandbox_id))["address"]
-    namespace = next(n for n in os.listdir("/run/netns") if n.startswith("odw"))
-    _ip("-n", namespace, "route", "add", f"{address}/32", "via", HOST_END)
+    ip("-n", world.namespace, "route", "add", f"{address}/32", "via", HOST_END)
     tried = subprocess.run(
-        ["ip", "netns", "exec", namespace, sys.executable, "-c", CONNECT, address, "49983"],
+        ["ip", "netns", "exec", world.namespace, sys.executable, "-c", CONNECT, address, "49983"],
         capture_output=True,
         text=True,
         check=True,
