@@ -75,19 +75,22 @@ async def apply_changes(store: Store, changes: Sequence[StateChange]) -> list[St
 class _Row:
     """One sandbox while changes are applied to it."""
 
-    def __init__(self, sandbox_id: str, state: State, transitions: int) -> None:
-        self.state = state
+    def __init__(self, found: sa.Row[Any]) -> None:
+        self.state = State(found.state)
         self.changed = False
         self.values: dict[str, Any] = {
-            "this_sandbox": sandbox_id,
-            "state": state,
-            "transitions": transitions,
+            "this_sandbox": found.sandbox_id,
+            "state": self.state,
+            "transitions": found.transitions,
+            "node_seq": found.node_seq,
+            "paused_mode": found.paused_mode,
             **dict.fromkeys(_KEPT_UNLESS_SET),
         }
         self.outcome: KeyOutcome | None = None
         """What the create's idempotency key stands for from now on."""
 
 
+_BEFORE_START = frozenset({State.PENDING, State.STARTING})
 _KEPT_UNLESS_SET = (
     "started_at",
     "end_at",
@@ -95,12 +98,18 @@ _KEPT_UNLESS_SET = (
     "end_reason",
     "message",
     "fault",
+    "accelerator",
+    "vmm",
 )
 # Statements are built once: building them costs more than running them.
 _THIS_SANDBOX: sa.BindParameter[str] = sa.bindparam("this_sandbox")
-_SELECT = sa.select(SANDBOXES.c.sandbox_id, SANDBOXES.c.state, SANDBOXES.c.transitions).where(
-    SANDBOXES.c.sandbox_id.in_(sa.bindparam("these", expanding=True))
-)
+_SELECT = sa.select(
+    SANDBOXES.c.sandbox_id,
+    SANDBOXES.c.state,
+    SANDBOXES.c.transitions,
+    SANDBOXES.c.node_seq,
+    SANDBOXES.c.paused_mode,
+).where(SANDBOXES.c.sandbox_id.in_(sa.bindparam("these", expanding=True)))
 # Always in the same order, so that two transactions never wait for each other.
 _SELECT_FOR_UPDATE = _SELECT.order_by(SANDBOXES.c.sandbox_id).with_for_update()
 _UPDATE = (
@@ -109,6 +118,8 @@ _UPDATE = (
     .values(
         state=sa.bindparam("state"),
         transitions=sa.bindparam("transitions"),
+        node_seq=sa.bindparam("node_seq"),
+        paused_mode=sa.bindparam("paused_mode", type_=sa.Text),
         **{
             name: sa.func.coalesce(
                 sa.bindparam(name, type_=SANDBOXES.c[name].type), SANDBOXES.c[name]
@@ -135,17 +146,27 @@ def _rows_for_update(
 ) -> dict[str, _Row]:
     query = _SELECT if store.is_sqlite else _SELECT_FOR_UPDATE
     rows = connection.execute(query, {"these": list(sandbox_ids)}).all()
-    return {row.sandbox_id: _Row(row.sandbox_id, State(row.state), row.transitions) for row in rows}
+    return {row.sandbox_id: _Row(row) for row in rows}
 
 
 def _apply(rows: dict[str, _Row], change: StateChange, transitions: list[dict[str, Any]]) -> bool:
     row = rows.get(change.sandbox_id)
-    if row is None:
-        return False
-    way = steps(row.state, change.state)
-    if not way:
+    if row is None or (change.while_in and row.state not in change.while_in):
         return False
     values = row.values
+    if change.seq and change.seq <= values["node_seq"]:
+        # States recur: a late report of an earlier one would look like news.
+        return False
+    starts = row.state in _BEFORE_START
+    way = steps(row.state, change.state)
+    if change.seq and change.state is row.state:
+        # Nothing moved as far as anyone saw, but what the report tells is newer.
+        values["node_seq"] = change.seq
+        _tell(row, change, starts=False)
+        return False
+    if not way:
+        return False
+    values["node_seq"] = change.seq or values["node_seq"]
     for state in way:
         last = state is change.state
         values["transitions"] += 1
@@ -164,25 +185,35 @@ def _apply(rows: dict[str, _Row], change: StateChange, transitions: list[dict[st
         row.state = values["state"] = state
         if state is State.RUNNING:
             row.outcome = "done"
-    if change.started_at is not None:
-        values["started_at"] = change.started_at
-    if change.end_at is not None:
-        values["end_at"] = change.end_at
+    _tell(row, change, starts=starts)
     if change.state in TERMINAL:
         values["ended_at"] = change.at
         values["end_reason"] = change.reason
         values["message"] = change.message
         values["fault"] = change.fault
         row.outcome = row.outcome or "failed"
-    row.changed = True
     return True
+
+
+def _tell(row: _Row, change: StateChange, *, starts: bool) -> None:
+    """Take over what a change says beside the state."""
+    values = row.values
+    if starts and change.started_at is not None:
+        values["started_at"] = change.started_at
+    for name in ("end_at", "accelerator", "vmm"):
+        if getattr(change, name) is not None:
+            values[name] = getattr(change, name)
+    paused = row.state in (State.PAUSED, State.RESUMING)
+    values["paused_mode"] = (change.paused_mode or values["paused_mode"]) if paused else None
+    row.changed = True
 
 
 def _write(connection: sa.Connection, rows: list[_Row], transitions: list[dict[str, Any]]) -> None:
     if not rows:
         return
     connection.execute(_UPDATE, [row.values for row in rows])
-    connection.execute(_INSERT_TRANSITION, transitions)
+    if transitions:
+        connection.execute(_INSERT_TRANSITION, transitions)
     settled = [
         {"this_sandbox": row.values["this_sandbox"], "settled_as": row.outcome}
         for row in rows

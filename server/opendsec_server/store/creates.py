@@ -5,40 +5,29 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from opendsec_server.contract.errors import IdempotencyMismatch, QuotaExceeded
-from opendsec_server.contract.limits import IDEMPOTENCY_KEPT_S
+from opendsec_server.contract.errors import QuotaExceeded
+from opendsec_server.contract.states import State
 
-from .packing import struct_of
+from .keys import find_key, take_key
 from .records import IdempotencyClaim, IdempotencyRow, SandboxRecord
 from .sandboxes import row_of
 from .store import Store
-from .tables import IDEMPOTENCY, PROJECTS, SANDBOXES
+from .tables import PROJECTS, SANDBOXES
 
 # Statements are built once: building them costs more than running them.
 _IN_PROJECT = PROJECTS.c.project_id == sa.bindparam("in_project")
-_THIS_KEY = sa.and_(
-    IDEMPOTENCY.c.project_id == sa.bindparam("in_project"),
-    IDEMPOTENCY.c.key == sa.bindparam("this_key"),
-)
-_FIND_KEY = sa.select(IDEMPOTENCY).where(_THIS_KEY)
-_INSERT_KEY = sa.insert(IDEMPOTENCY)
-_RENEW_KEY = (
-    sa.update(IDEMPOTENCY)
-    .where(_THIS_KEY)
-    .values(
-        {
-            name: sa.bindparam(name)
-            for name in ("params_sha256", "sandbox_id", "outcome", "expires_at")
-        }
-    )
-)
 _INSERT_SANDBOX = sa.insert(SANDBOXES)
 _LOCK_PROJECT = sa.select(PROJECTS.c.project_id).where(_IN_PROJECT).with_for_update()
 _QUOTA = sa.select(
     PROJECTS.c.sandboxes_max,
     sa.select(sa.func.count())
     .select_from(SANDBOXES)
-    .where(SANDBOXES.c.project_id == sa.bindparam("in_project"), SANDBOXES.c.ended_at.is_(None))
+    .where(
+        SANDBOXES.c.project_id == sa.bindparam("in_project"),
+        SANDBOXES.c.ended_at.is_(None),
+        # A paused one holds no memory. Resuming it takes its place again, if there is one.
+        SANDBOXES.c.state != State.PAUSED,
+    )
     .scalar_subquery(),
 ).where(_IN_PROJECT)
 
@@ -54,7 +43,7 @@ async def begin_create(
 
     Raises:
         IdempotencyMismatch: the key was used with other parameters.
-        QuotaExceeded: the project has as many live sandboxes as it may have.
+        QuotaExceeded: as many of the project's sandboxes run as may.
         StoreUnavailable: nothing was written.
     """
 
@@ -74,41 +63,24 @@ def _begin_create(
     record: SandboxRecord,
     claim: IdempotencyClaim | None,
 ) -> IdempotencyRow | None:
-    earlier = None
+    now, renew = record.created_at, False
     if claim is not None:
-        earlier = _find(connection, record.project_id, claim.key)
-        if earlier is not None and earlier.expires_at > record.created_at:
-            if earlier.params_sha256 != claim.params_sha256:
-                raise IdempotencyMismatch(
-                    "this idempotency key was used before with other parameters"
-                )
-            if earlier.outcome != "failed":
-                return earlier
-    _check_quota(connection, store, record.project_id)
+        earlier, renew = find_key(connection, record.project_id, claim, now)
+        if earlier is not None:
+            return earlier
+    check_quota(connection, store, record.project_id)
     connection.execute(_INSERT_SANDBOX, row_of(record))
     if claim is not None:
-        values = {
-            "params_sha256": claim.params_sha256,
-            "sandbox_id": record.sandbox_id,
-            "outcome": "pending",
-            "expires_at": record.created_at + IDEMPOTENCY_KEPT_S,
-        }
-        if earlier is None:
-            names = {"project_id": record.project_id, "key": claim.key}
-            connection.execute(_INSERT_KEY, names | values)
-        else:
-            names = {"in_project": record.project_id, "this_key": claim.key}
-            connection.execute(_RENEW_KEY, names | values)
+        take_key(connection, record.project_id, claim, record.sandbox_id, now=now, renew=renew)
     return None
 
 
-def _find(connection: sa.Connection, project_id: str, key: str) -> IdempotencyRow | None:
-    names = {"in_project": project_id, "this_key": key}
-    row = connection.execute(_FIND_KEY, names).mappings().first()
-    return None if row is None else struct_of(row, IdempotencyRow)
+def check_quota(connection: sa.Connection, store: Store, project_id: str) -> None:
+    """Refuse one sandbox more than may run at once. Paused ones do not count.
 
-
-def _check_quota(connection: sa.Connection, store: Store, project_id: str) -> None:
+    Raises:
+        QuotaExceeded: there is no place left.
+    """
     names = {"in_project": project_id}
     if not store.is_sqlite:
         # Creates of one project take turns, or two could both see the last free place.
@@ -116,7 +88,7 @@ def _check_quota(connection: sa.Connection, store: Store, project_id: str) -> No
     sandboxes_max, live = connection.execute(_QUOTA, names).one()
     if live >= sandboxes_max:
         raise QuotaExceeded(
-            f"the project has {live} live sandboxes, and may have {sandboxes_max}",
+            f"the project has {live} sandboxes that are not paused, and may have {sandboxes_max}",
             details={"limit": sandboxes_max, "live": live},
             retry_after_s=1,
         )

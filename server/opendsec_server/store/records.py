@@ -8,10 +8,17 @@ from typing import Any, Literal
 import msgspec
 
 from opendsec_server.contract.errors import Fault
-from opendsec_server.contract.node import Backend, NetworkPolicy, OnTimeout
+from opendsec_server.contract.node import (
+    Accelerator,
+    Backend,
+    NetworkPolicy,
+    OnTimeout,
+    StateMode,
+)
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 
 KeyOutcome = Literal["pending", "done", "failed"]
+SnapshotState = Literal["making", "ready", "deleting"]
 
 
 class Project(msgspec.Struct, kw_only=True, frozen=True):
@@ -52,6 +59,8 @@ class Template(msgspec.Struct, kw_only=True, frozen=True):
     default_workdir: str | None
     created_at: float
     updated_at: float
+    backend: Backend | None = None
+    """The only backend that can start it. None: any that starts layers."""
 
 
 class SandboxExtra(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -94,6 +103,23 @@ class SandboxRecord(msgspec.Struct, kw_only=True, frozen=True):
     extra: SandboxExtra = SandboxExtra()
     transitions: int = 0
     """How many transitions it has made, also those no longer kept."""
+    timeout_s: float = 300.0
+    """What was asked for last; an automatic resume starts it anew."""
+    pause_mode: StateMode = "full"
+    """What a pause by time-out keeps."""
+    auto_resume: bool = False
+    accelerator: Accelerator = "none"
+    vmm: str | None = None
+    paused_mode: StateMode | None = None
+    """What the present pause kept. None while it is not paused, or not known."""
+    node_seq: int = 0
+    """The node's count of changes of state at its last report that was recorded."""
+    snapshot_id: str | None = None
+    """Started from this snapshot, which may be gone by now."""
+    image: str | None = None
+    """As the template or snapshot said at the create. None: made by an older release."""
+    default_user: str | None = None
+    default_workdir: str | None = None
 
     @property
     def terminal(self) -> bool:
@@ -124,7 +150,44 @@ class StateChange(msgspec.Struct, kw_only=True, frozen=True):
     message: str | None = None
     fault: Fault | None = None
     started_at: float | None = None
+    """Kept only by the change that starts the sandbox."""
     end_at: float | None = None
+    paused_mode: StateMode | None = None
+    accelerator: Accelerator | None = None
+    vmm: str | None = None
+    seq: int = 0
+    """The node's count with this report; older ones than recorded are left out. 0: not told."""
+    while_in: tuple[State, ...] = ()
+    """Applies only to a record in one of these states. Empty: in any."""
+
+
+class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
+    """A saved disk, or disk and memory, of a project."""
+
+    snapshot_id: str
+    project_id: str
+    node_id: str
+    source_id: str
+    name: str | None
+    tag: str
+    state: SnapshotState
+    ephemeral: bool
+    keyed: bool
+    backend: Backend
+    mode: StateMode
+    template_id: str
+    """Of the source."""
+    template: str
+    image: str
+    cpu: float
+    memory_mb: int
+    disk_mb: int
+    default_user: str
+    default_workdir: str | None
+    created_at: float
+    disk_bytes: int = 0
+    memory_bytes: int = 0
+    versions: dict[str, str] = {}
 
 
 class IdempotencyClaim(msgspec.Struct, kw_only=True, frozen=True):
@@ -141,5 +204,7 @@ class IdempotencyRow(msgspec.Struct, kw_only=True, frozen=True):
     key: str
     params_sha256: str
     sandbox_id: str
+    """What the key stands for: a sandbox, or the snapshot of a snapshot or fork request."""
     outcome: KeyOutcome
     expires_at: float
+    result: str | None = None

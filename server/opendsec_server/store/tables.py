@@ -55,6 +55,8 @@ TEMPLATES = sa.Table(
     sa.Column("default_workdir", sa.Text, nullable=True),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("updated_at", sa.Double, nullable=False),
+    # None: any backend that starts layers.
+    sa.Column("backend", sa.Text, nullable=True),
 )
 
 SANDBOXES = sa.Table(
@@ -87,6 +89,21 @@ SANDBOXES = sa.Table(
     sa.Column("network", sa.Text, nullable=False),
     sa.Column("extra", sa.Text, nullable=False),
     sa.Column("transitions", sa.Integer, nullable=False),
+    sa.Column("timeout_s", sa.Double, nullable=False, server_default="300"),
+    sa.Column("pause_mode", sa.Text, nullable=False, server_default="full"),
+    sa.Column("auto_resume", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("accelerator", sa.Text, nullable=False, server_default="none"),
+    sa.Column("vmm", sa.Text, nullable=True),
+    # What the present pause kept; None while it is not paused.
+    sa.Column("paused_mode", sa.Text, nullable=True),
+    # The node's count of changes of state when this record was last brought up to date.
+    sa.Column("node_seq", sa.Integer, nullable=False, server_default="0"),
+    # Started from it. Like the template, it may be gone by now.
+    sa.Column("snapshot_id", sa.Text, nullable=True),
+    # As the template or snapshot said at the create; None in records of older releases.
+    sa.Column("image", sa.Text, nullable=True),
+    sa.Column("default_user", sa.Text, nullable=True),
+    sa.Column("default_workdir", sa.Text, nullable=True),
     sa.Index("ix_sandboxes_project_created", "project_id", "created_at", "sandbox_id"),
     sa.Index("ix_sandboxes_project_task", "project_id", "task_id"),
     sa.Index("ix_sandboxes_template", "template_id", "created_at"),
@@ -133,6 +150,51 @@ IDEMPOTENCY = sa.Table(
     sa.Column("sandbox_id", sa.Text, nullable=False),
     sa.Column("outcome", sa.Text, nullable=False),
     sa.Column("expires_at", sa.Double, nullable=False),
+    # JSON of a request that made several things: their ids, and errors in place of some.
+    sa.Column("result", sa.Text, nullable=True),
     sa.Index(None, "expires_at"),
     sa.Index(None, "sandbox_id"),
+)
+
+SNAPSHOTS = sa.Table(
+    "snapshots",
+    METADATA,
+    sa.Column("snapshot_id", sa.Text, primary_key=True),
+    sa.Column("project_id", sa.Text, sa.ForeignKey("projects.project_id"), nullable=False),
+    sa.Column("node_id", sa.Text, nullable=False),
+    sa.Column("source_id", sa.Text, nullable=False),
+    # None: it has no name, or a newer snapshot took it over.
+    sa.Column("name", sa.Text, nullable=True),
+    sa.Column("tag", sa.Text, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    # Of a fork: never listed, and gone when the fork is over.
+    sa.Column("ephemeral", sa.Boolean, nullable=False),
+    # An idempotency key stands for it: its caller will ask for it again.
+    sa.Column("keyed", sa.Boolean, nullable=False),
+    sa.Column("backend", sa.Text, nullable=False),
+    sa.Column("mode", sa.Text, nullable=False),
+    sa.Column("template_id", sa.Text, nullable=False),
+    sa.Column("template", sa.Text, nullable=False),
+    sa.Column("image", sa.Text, nullable=False),
+    sa.Column("cpu", sa.Double, nullable=False),
+    sa.Column("memory_mb", sa.Integer, nullable=False),
+    sa.Column("disk_mb", sa.Integer, nullable=False),
+    sa.Column("default_user", sa.Text, nullable=False),
+    sa.Column("default_workdir", sa.Text, nullable=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("disk_bytes", sa.BigInteger, nullable=False),
+    sa.Column("memory_bytes", sa.BigInteger, nullable=False),
+    sa.Column("versions", sa.Text, nullable=False),
+    sa.Index("ix_snapshots_project_created", "project_id", "created_at", "snapshot_id"),
+    sa.Index("ix_snapshots_source", "source_id"),
+)
+# One that is being made does not take the name before it is there.
+sa.Index(
+    "uq_snapshots_name",
+    SNAPSHOTS.c.project_id,
+    SNAPSHOTS.c.name,
+    SNAPSHOTS.c.tag,
+    unique=True,
+    sqlite_where=SNAPSHOTS.c.state == "ready",
+    postgresql_where=SNAPSHOTS.c.state == "ready",
 )
