@@ -30,6 +30,20 @@ def new_sandbox_id(node_id: str) -> str:
     return f"i{node_id}{random_chars(19 - NODE_ID_CHARS)}"
 
 
+SNAPSHOT_ID_CHARS = 20
+SNAPSHOT_ID_RE = re.compile(r"^s[a-z0-9]{19}$")
+
+
+def new_snapshot_id() -> str:
+    """A fresh snapshot id: as long as a template's, and never a sandbox's."""
+    return f"s{random_chars(SNAPSHOT_ID_CHARS - 1)}"
+
+
+def is_snapshot_id(text: str) -> bool:
+    """Whether ``text`` has the shape of a snapshot id."""
+    return SNAPSHOT_ID_RE.fullmatch(text) is not None
+
+
 def is_sandbox_id(text: str) -> bool:
     """Whether ``text`` has the shape of a sandbox id."""
     return SANDBOX_ID_RE.fullmatch(text) is not None

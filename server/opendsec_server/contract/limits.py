@@ -34,6 +34,11 @@ NETWORK_RULES_MAX = 256
 IDEMPOTENCY_KEY_CHARS_MAX = 255
 IDEMPOTENCY_KEPT_S = 24 * 3_600
 
+FORK_COUNT_MAX = 100
+AUTO_RESUME_TIMEOUT_S_MIN = 300
+"""An automatic resume lets a sandbox live at least this long."""
+SNAPSHOT_NAME_CHARS_MAX = 128
+
 API_BODY_BYTES_MAX = 4 * 1_024 * 1_024
 LIST_LIMIT_MAX = 100
 
@@ -44,7 +49,7 @@ METRICS_INTERVAL_S = 5.0
 METRICS_KEPT_S = 3_600.0
 
 PROJECT_SANDBOXES_MAX_DEFAULT = 100_000
-"""Sandboxes of one project that may be alive at once, unless the project says otherwise."""
+"""Sandboxes of one project that may be alive and not paused, unless the project says otherwise."""
 
 ENDED_RECORDS_KEPT_S = 30 * 24 * 3_600
 """How long the record of an ended sandbox can be listed and read."""

@@ -141,11 +141,14 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
     disk_mb: int
     created_at: float
     disk_bytes: int
-    """Bytes that only this snapshot's disk holds, as far as the file system can tell."""
+    """Bytes its disk holds; most are shared with the sandbox it was taken of."""
     memory_bytes: int
     """Bytes on disk of its memory; zero pages and pages shared with an older one not counted."""
     versions: dict[str, str] = {}
     """What it needs to be restored: VMM, CPU model, kernel, agent. Empty without memory."""
+
+
+Snapshots = list[Snapshot]
 
 
 class PauseReport(msgspec.Struct, kw_only=True, frozen=True):
@@ -287,7 +290,12 @@ class NodeClient(Protocol):
         """
 
     async def snapshot(
-        self, sandbox_id: str, snapshot_id: str, *, mode: StateMode = "full", ephemeral: bool = False
+        self,
+        sandbox_id: str,
+        snapshot_id: str,
+        *,
+        mode: StateMode = "full",
+        ephemeral: bool = False,
     ) -> Snapshot:
         """Save a running or paused sandbox's state of this instant; it goes on afterwards.
 
@@ -307,7 +315,7 @@ class NodeClient(Protocol):
             NodeFull: no room on the disk.
         """
 
-    async def snapshots(self) -> list[Snapshot]:
+    async def snapshots(self) -> Snapshots:
         """Every complete snapshot of the node, ephemeral ones not."""
 
     async def delete_snapshot(self, snapshot_id: str) -> bool:

@@ -17,21 +17,21 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from opendsec_server.config import ConfigError
 from opendsec_server.contract.errors import NodeUnavailable
 from opendsec_server.contract.ids import new_node_id
-from opendsec_server.contract.node import SandboxSpec
+from opendsec_server.contract.node import Accelerator, SandboxSpec, Snapshot, StateMode
 from opendsec_server.contract.states import TRANSITIONS_KEPT_MAX, EndReason, State
 
 from . import limits
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _BUSY_TIMEOUT_S = 5.0
 _BATCH_MAX = 256
 
@@ -49,7 +49,12 @@ CREATE TABLE sandbox (
   end_at     REAL NOT NULL,
   ended_at   REAL,
   reason     TEXT,
-  message    TEXT
+  message    TEXT,
+  pause_mode TEXT,
+  accelerator TEXT NOT NULL DEFAULT 'none',
+  vmm        TEXT,
+  disk_base_bytes INTEGER NOT NULL DEFAULT 0,
+  seq        INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE INDEX sandbox_ended ON sandbox (ended_at) WHERE ended_at IS NOT NULL;
 CREATE TABLE transition (
@@ -64,9 +69,30 @@ CREATE TABLE transition (
 CREATE INDEX transition_sandbox ON transition (sandbox_id);
 """
 
+_SNAPSHOT_SCHEMA = """
+CREATE TABLE snapshot (
+  snapshot_id   TEXT PRIMARY KEY,
+  info          BLOB NOT NULL,
+  state         TEXT NOT NULL,
+  ephemeral     INTEGER NOT NULL,
+  control_token TEXT NOT NULL
+) STRICT;
+"""
+
+_TO_2 = (
+    """
+ALTER TABLE sandbox ADD COLUMN pause_mode TEXT;
+ALTER TABLE sandbox ADD COLUMN accelerator TEXT NOT NULL DEFAULT 'none';
+ALTER TABLE sandbox ADD COLUMN vmm TEXT;
+ALTER TABLE sandbox ADD COLUMN disk_base_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE sandbox ADD COLUMN seq INTEGER NOT NULL DEFAULT 0;
+"""
+    + _SNAPSHOT_SCHEMA
+)
+
 _COLUMNS = (
     "sandbox_id", "spec", "state", "slot", "pid", "pid_ticks", "boot_id", "started_at", "end_at",
-    "ended_at", "reason", "message",
+    "ended_at", "reason", "message", "pause_mode", "accelerator", "vmm", "disk_base_bytes", "seq",
 )  # fmt: skip
 
 _UPSERT = (
@@ -90,6 +116,25 @@ class Record(msgspec.Struct, kw_only=True):
     ended_at: float | None = None
     reason: EndReason | None = None
     message: str | None = None
+    pause_mode: StateMode | None = None
+    """While pausing, paused or resuming: what is kept."""
+    accelerator: Accelerator = "none"
+    vmm: str | None = None
+    disk_base_bytes: int = 0
+    """Bytes that its disk shares with the snapshot it was started from."""
+    seq: int = 0
+    """How many changes of state it has made."""
+
+
+class SnapshotRow(msgspec.Struct, kw_only=True, frozen=True):
+    """One snapshot as the journal knows it."""
+
+    info: Snapshot
+    state: Literal["making", "ready"]
+    ephemeral: bool
+    """Gone at the node's next start."""
+    control_token: str
+    """Opens the guest agent that the saved memory holds; empty without memory."""
 
 
 class Transition(msgspec.Struct, kw_only=True, frozen=True):
@@ -230,7 +275,8 @@ class Journal:
         values = (
             spec.sandbox_id, msgspec.json.encode(spec), record.state, record.slot, record.pid,
             record.pid_ticks, record.boot_id, record.started_at, record.end_at, record.ended_at,
-            record.reason, record.message,
+            record.reason, record.message, record.pause_mode, record.accelerator, record.vmm,
+            record.disk_base_bytes, record.seq,
         )  # fmt: skip
 
         def work() -> None:
@@ -282,6 +328,51 @@ class Journal:
         def work() -> list[Record]:
             rows = self._db.execute("SELECT * FROM sandbox WHERE ended_at IS NULL").fetchall()
             return [_record(row) for row in rows]
+
+        return self._do(work)
+
+    def save_snapshot(self, row: SnapshotRow) -> asyncio.Future[None]:
+        """Add or replace a snapshot's row."""
+        values = (
+            row.info.snapshot_id,
+            msgspec.json.encode(row.info),
+            row.state,
+            int(row.ephemeral),
+            row.control_token,
+        )
+
+        def work() -> None:
+            self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?)", values)
+
+        return self._do(work)
+
+    def forget_snapshot(self, snapshot_id: str) -> asyncio.Future[None]:
+        """Remove a snapshot's row."""
+
+        def work() -> None:
+            self._db.execute("DELETE FROM snapshot WHERE snapshot_id = ?", (snapshot_id,))
+
+        return self._do(work)
+
+    def snapshots(self) -> asyncio.Future[list[SnapshotRow]]:
+        """Every snapshot, also those that are not complete."""
+
+        def work() -> list[SnapshotRow]:
+            rows = self._db.execute(
+                "SELECT info, state, ephemeral, control_token FROM snapshot"
+            ).fetchall()
+            return [
+                msgspec.convert(
+                    {
+                        "info": msgspec.json.decode(info),
+                        "state": state,
+                        "ephemeral": bool(ephemeral),
+                        "control_token": token,
+                    },
+                    SnapshotRow,
+                )
+                for info, state, ephemeral, token in rows
+            ]
 
         return self._do(work)
 
@@ -378,8 +469,9 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     db.execute("PRAGMA foreign_keys = ON")
-    if version == 0:
-        db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+    if version < SCHEMA_VERSION:
+        script = _SCHEMA + _SNAPSHOT_SCHEMA if version == 0 else _TO_2
+        db.executescript(f"BEGIN; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
     db.execute("BEGIN IMMEDIATE")
     db.execute("INSERT OR REPLACE INTO meta VALUES ('opened', datetime('now'))")
     db.execute("COMMIT")

@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
+import msgspec
 import structlog
 
 from opendsec_server.contract.errors import (
@@ -27,10 +28,16 @@ from opendsec_server.contract.node import NodeEvent, SandboxSpec
 from opendsec_server.contract.states import TERMINAL, EndReason, State, can_move
 
 from . import agent_client, limits, process
+from .backends import Backend
 from .deadlines import Deadlines
+from .events import Events
 from .hooks import Hook, set_up, tear_down
+from .hooks.admit import Admit
 from .journal import Journal, Record, Transition
 from .sandbox import Sandbox
+from .snapshots import Snapshots
+
+T = TypeVar("T")
 
 log = structlog.get_logger("opendsec.node")
 
@@ -39,71 +46,72 @@ class _AbortedError(Exception):
     """The sandbox was killed while it was starting."""
 
 
-class Events:
-    """Hands each change of state to every reader, in order."""
-
-    def __init__(self) -> None:
-        self._queues: set[asyncio.Queue[NodeEvent | None]] = set()
-
-    def publish(self, event: NodeEvent) -> None:
-        """To every reader; one that lags too far is cut off."""
-        for queue in list(self._queues):
-            if queue.qsize() >= limits.EVENTS_QUEUED_MAX:
-                self._queues.discard(queue)
-                queue.put_nowait(None)
-            else:
-                queue.put_nowait(event)
-
-    def close(self) -> None:
-        """End every reader's stream."""
-        for queue in self._queues:
-            queue.put_nowait(None)
-        self._queues.clear()
-
-    def subscribe(self) -> AsyncIterator[NodeEvent]:
-        """Events from now on (from this call, not from the first ``anext``)."""
-        queue: asyncio.Queue[NodeEvent | None] = asyncio.Queue()
-        self._queues.add(queue)
-        return self._read(queue)
-
-    async def _read(self, queue: asyncio.Queue[NodeEvent | None]) -> AsyncIterator[NodeEvent]:
-        try:
-            while (event := await queue.get()) is not None:
-                yield event
-        finally:
-            self._queues.discard(queue)
-
-
 class Lifecycle:
     """Starts, watches and ends sandboxes.
 
     Args:
         journal: Told of every transition before anybody else.
-        hooks: The backend's steps.
+        backends: By name.
+        snapshots: What can be started from.
+        admit: Says whether there is room.
         sandboxes_max: Live sandboxes at one time.
-        why_ended: Finds out why a first process ended by itself.
+
+    Attributes:
+        time_out: What to do with a sandbox that is to be paused at its end time.
+        lost_memory: What to do with a paused sandbox whose processes are gone.
     """
+
+    time_out: Callable[[Sandbox], Coroutine[Any, Any, None]]
+    lost_memory: Callable[[Sandbox, str], Coroutine[Any, Any, None]]
 
     def __init__(
         self,
         journal: Journal,
-        hooks: Sequence[Hook],
+        backends: Mapping[str, Backend],
+        snapshots: Snapshots,
+        admit: Admit,
         sandboxes_max: int,
-        why_ended: Callable[[Sandbox], tuple[EndReason, str]],
     ) -> None:
-        self._why_ended = why_ended
         self._journal = journal
-        self._hooks = hooks
+        self._backends = backends
+        self._snapshots = snapshots
+        self._admit_hook = admit
         self._sandboxes_max = sandboxes_max
         self._turns = asyncio.Semaphore(limits.STARTS_AT_ONCE_PER_CORE * (os.cpu_count() or 1))
         self._closing = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._leftovers: dict[str, Sandbox] = {}
         self.boxes: dict[str, Sandbox] = {}
         self.events = Events()
         self.deadlines = Deadlines(self._deadline)
 
+    def backend_of(self, box: Sandbox) -> Backend:
+        """The backend that a sandbox is of."""
+        return self._backends[box.spec.backend]
+
+    def known(self) -> set[str]:
+        """Ids of all sandboxes of which a backend finds something on the machine."""
+        return set().union(*(backend.known() for backend in self._backends.values()))
+
+    @property
+    def closing(self) -> bool:
+        """Whether the daemon is shutting down."""
+        return self._closing
+
     # --- states -------------------------------------------------------------
+
+    async def save(self, box: Sandbox) -> None:
+        """Journal what changed without a change of state."""
+        await self._journal.save(box.record, None)
+
+    async def extend(self, box: Sandbox, end_at: float, *, only_extend: bool) -> None:
+        """Replace the end time."""
+        if only_extend and end_at <= box.record.end_at:
+            return
+        box.record.end_at = end_at
+        await self.save(box)
+        if box.state is State.RUNNING:
+            self.deadlines.set(f"ttl:{box.sandbox_id}", end_at)
 
     async def move(
         self,
@@ -125,8 +133,9 @@ class Lifecycle:
             raise Internal(f"sandbox {box.sandbox_id}: no way from {source} to {target}")
         now = time.time()
         record = box.record
-        before = (record.state, record.reason, record.message, record.started_at, record.ended_at)
+        before = msgspec.structs.replace(record)
         record.state = target
+        record.seq += 1
         record.reason = reason or record.reason
         record.message = message or record.message
         if target is State.RUNNING and record.started_at is None:
@@ -139,13 +148,16 @@ class Lifecycle:
         try:
             await self._journal.save(record, transition)
         except NodeUnavailable:
-            (record.state, record.reason, record.message, record.started_at, record.ended_at) = (
-                before
-            )
+            box.record = before
             raise
         self.events.publish(
             NodeEvent(
-                sandbox_id=box.sandbox_id, state=target, at=now, reason=reason, message=message
+                sandbox_id=box.sandbox_id,
+                state=target,
+                at=now,
+                reason=reason,
+                message=message,
+                seq=record.seq,
             )
         )
         log.info("sandbox", sandbox_id=box.sandbox_id, state=str(target), cause=cause,
@@ -179,23 +191,38 @@ class Lifecycle:
         starting = sum(1 for b in self.boxes.values() if b.state is State.PENDING)
         if starting >= limits.STARTS_QUEUED_MAX:
             raise NodeFull(f"{starting} sandboxes already wait to be started", retry_after_s=5)
-        box = Sandbox(Record(spec=spec, state=State.PENDING, end_at=spec.end_at))
+        info = self._backends[spec.backend].info
+        record = Record(
+            spec=spec,
+            state=State.PENDING,
+            end_at=spec.end_at,
+            accelerator=info.accelerator,
+            vmm=info.vmm,
+        )
+        box = Sandbox(record)
         self.boxes[spec.sandbox_id] = box
-        box.start_task = self._task(self._start(box), f"start-{spec.sandbox_id}")
+        box.start_task = self.spawn(self._start(box), f"start-{spec.sandbox_id}")
         return box
+
+    def admit_again(self) -> None:
+        """Whether a known sandbox may take more of the machine now.
+
+        Raises:
+            NodeFull, NodeUnavailable: no.
+        """
+        if self._closing:
+            raise NodeUnavailable("the node is shutting down")
+        self._admit_hook.check()
 
     async def _start(self, box: Sandbox) -> None:
         """Never raises: the outcome is in the box."""
-        deadline = asyncio.get_running_loop().time() + START_BUDGET_S
         try:
-            await self._journal.save(box.record, None)
-            await self._wait_turn(box, deadline)
-            try:
-                await self.move(box, State.STARTING, cause="create")
-                async with asyncio.timeout_at(deadline):
-                    await set_up(self._hooks, box, lambda: _check_abort(box))
-            finally:
-                self._turns.release()
+            await self.save(box)
+            with self._snapshots.held(box.spec.snapshot_id):
+                async with self.turn(box) as deadline:
+                    await self.move(box, State.STARTING, cause="create")
+                    async with asyncio.timeout_at(deadline):
+                        await set_up(self._hooks(box), box, lambda: check_abort(box))
             await self.move(box, State.RUNNING, cause="create")
         except Exception as exc:
             await self._start_failed(box, exc)
@@ -205,6 +232,24 @@ class Lifecycle:
         if box.abort_reason is not None:
             box.start_error = _killed_while_starting()
             self.end(box, box.abort_reason, cause="kill")
+
+    @contextlib.asynccontextmanager
+    async def turn(self, box: Sandbox) -> AsyncIterator[float]:
+        """Wait for a sandbox's turn to be set up; gives the loop time by which it must be.
+
+        Raises:
+            StartTimeout: it took too long.
+        """
+        deadline = asyncio.get_running_loop().time() + START_BUDGET_S
+        await self._wait_turn(box, deadline)
+        try:
+            yield deadline
+        finally:
+            self._turns.release()
+
+    def _hooks(self, box: Sandbox) -> list[Hook]:
+        backend = self.backend_of(box)
+        return [*backend.keep_hooks, *backend.run_hooks]
 
     async def _wait_turn(self, box: Sandbox, deadline: float) -> None:
         turn = asyncio.ensure_future(self._turns.acquire())
@@ -219,7 +264,7 @@ class Lifecycle:
                 with contextlib.suppress(asyncio.CancelledError):
                     await turn
         if turn.cancelled():
-            _check_abort(box)
+            check_abort(box)
             raise StartTimeout(
                 f"the sandbox waited {START_BUDGET_S:.0f} s for its turn to be started",
                 remediation="The node is busy starting others. Retry with the same key.",
@@ -257,34 +302,45 @@ class Lifecycle:
         self.arm(box)
 
     def arm(self, box: Sandbox) -> None:
-        """Set the deadlines of a running sandbox from its record."""
+        """Set the deadlines of a running sandbox from its record; a paused one has none."""
+        if box.state is State.PAUSED:
+            return
         self.deadlines.set(f"ttl:{box.sandbox_id}", box.record.end_at)
         if box.spec.idle_timeout_s is not None:
-            started = box.record.started_at or time.time()
-            self.deadlines.set(f"idle:{box.sandbox_id}", started + box.spec.idle_timeout_s)
+            self.deadlines.set(f"idle:{box.sandbox_id}", time.time() + box.spec.idle_timeout_s)
 
-    def _unwatch(self, box: Sandbox) -> None:
-        if box.pidfd is not None:
-            asyncio.get_running_loop().remove_reader(box.pidfd)
+    def disarm(self, box: Sandbox) -> None:
+        """Forget the deadlines."""
         self.deadlines.clear(f"ttl:{box.sandbox_id}")
         self.deadlines.clear(f"idle:{box.sandbox_id}")
 
+    def unwatch(self, box: Sandbox) -> None:
+        """Forget first process and deadlines."""
+        if box.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(box.pidfd)
+        self.disarm(box)
+
     def _exited(self, box: Sandbox) -> None:
         assert box.pidfd is not None
-        self._unwatch(box)
+        self.unwatch(box)
         box.exit_code = process.reap(box.pidfd)
-        reason, message = self._why_ended(box)
-        self.end(box, reason, cause="exit", message=message)
+        reason, message = self.backend_of(box).why_ended(box)
+        if box.state is State.PAUSED and box.end_task is None:
+            self.spawn(self.lost_memory(box, message), f"lost-memory-{box.sandbox_id}")
+        else:
+            self.end(box, reason, cause="exit", message=message)
 
     def _deadline(self, key: str) -> None:
         kind, _, sandbox_id = key.partition(":")
         box = self.boxes.get(sandbox_id)
         if box is None:
             return
-        if kind == "ttl":
+        if kind == "ttl" and box.spec.on_timeout == "pause":
+            self.spawn(self.time_out(box), f"pause-at-end-{sandbox_id}")
+        elif kind == "ttl":
             self.end(box, EndReason.TIMEOUT, cause="deadline", message="its end time was reached")
         else:
-            self._task(self._check_idle(box), f"idle-{sandbox_id}")
+            self.spawn(self._check_idle(box), f"idle-{sandbox_id}")
 
     async def _check_idle(self, box: Sandbox) -> None:
         """Ask the agent only now: activity does not touch the node."""
@@ -321,11 +377,20 @@ class Lifecycle:
                 box.abort_reason = reason
                 box.aborted.set()
             return box.start_task
-        box.end_task = self._task(
-            self._finish(box, State.ENDED, reason, cause=cause, message=message),
-            f"end-{box.sandbox_id}",
+        box.end_task = self.spawn(
+            self._end(box, reason, cause=cause, message=message), f"end-{box.sandbox_id}"
         )
         return box.end_task
+
+    async def _end(
+        self, box: Sandbox, reason: EndReason, *, cause: str, message: str | None
+    ) -> None:
+        while (operation := box.operation) is not None:
+            # It is told to give up, and brings the sandbox into a state that can end.
+            box.abort_reason = box.abort_reason or reason
+            box.aborted.set()
+            await asyncio.wait({operation.task})
+        await self._finish(box, State.ENDED, reason, cause=cause, message=message)
 
     async def kill(self, box: Sandbox, reason: EndReason) -> None:
         """End a sandbox and wait until nothing of it runs."""
@@ -347,7 +412,7 @@ class Lifecycle:
         Raises:
             NodeUnavailable: nothing of the sandbox runs any more; its end is recorded later.
         """
-        self._unwatch(box)
+        self.unwatch(box)
         if box.state is not State.STOPPING:
             try:
                 await self.move(box, State.STOPPING, cause=cause, reason=reason, message=message)
@@ -363,7 +428,7 @@ class Lifecycle:
         try:
             await record_end()
         except NodeUnavailable:
-            self._task(self._record_later(record_end), f"record-{box.sandbox_id}")
+            self.spawn(self._record_later(record_end), f"record-{box.sandbox_id}")
             raise
 
     async def _record_later(self, record_end: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -381,11 +446,13 @@ class Lifecycle:
         await self._finish(box, target, reason, cause="reconcile", message=message)
 
     async def remove_stranger(self, box: Sandbox) -> None:
-        """Remove what no journal row owns."""
-        await self._take_down(box)
+        """Remove what no journal row owns, of whatever backend it was."""
+        for backend in self._backends.values():
+            box.record.spec = msgspec.structs.replace(box.spec, backend=backend.info.name)
+            await self._take_down(box)
 
     async def _take_down(self, box: Sandbox) -> None:
-        failures = await tear_down(self._hooks, box)
+        failures = await tear_down(self._hooks(box), box)
         for hook, error in failures:
             log.error("teardown", sandbox_id=box.sandbox_id, hook=hook, error=repr(error))
         if failures:
@@ -394,7 +461,7 @@ class Lifecycle:
     async def retry_leftovers(self) -> None:
         """Try again to remove what a teardown could not."""
         for sandbox_id, box in list(self._leftovers.items()):
-            if not await tear_down(self._hooks, box):
+            if not await tear_down(self._hooks(box), box):
                 del self._leftovers[sandbox_id]
 
     @property
@@ -404,15 +471,19 @@ class Lifecycle:
 
     # --- the daemon's end ---------------------------------------------------
 
-    def _task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """A task that the daemon's end waits for."""
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
         return task
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OpendsecError):
+            log.warning("task failed", task=task.get_name(), error=error.message)
+        elif error is not None:
             log.error("task failed", task=task.get_name(), exc_info=error)
 
     async def drain(self, timeout_s: float) -> None:
@@ -431,7 +502,7 @@ class Lifecycle:
     def let_go(self) -> None:
         """Stop watching sandboxes that go on without us."""
         for box in self.boxes.values():
-            self._unwatch(box)
+            self.unwatch(box)
             if box.pidfd is not None:
                 os.close(box.pidfd)
                 box.pidfd = None
@@ -442,7 +513,8 @@ class Lifecycle:
         self.events.close()
 
 
-def _check_abort(box: Sandbox) -> None:
+def check_abort(box: Sandbox) -> None:
+    """Stop setting up a sandbox that is to end."""
     if box.abort_reason is not None:
         raise _AbortedError
 

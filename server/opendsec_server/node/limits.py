@@ -24,6 +24,9 @@ AGENT_TERMINATE_TIMEOUT_S = 0.15
 KILL_WAIT_S = 10.0
 """How long the processes of a killed sandbox may take to go before teardown goes on."""
 
+FREEZE_WAIT_S = 5.0
+"""How long the processes of a sandbox may take to stand still."""
+
 MEMORY_AVAILABLE_FLOOR_BYTES = 256 * 1024 * 1024
 """Below this, the node takes no new sandbox: the host itself would be in danger."""
 
@@ -44,6 +47,9 @@ HOUSEKEEPING_INTERVAL_S = 60.0
 
 JOURNAL_RETRY_S = 1.0
 """Pause between attempts to record an end while the journal cannot be written."""
+
+PAUSE_RETRY_S = 30.0
+"""When a pause at the end time failed: how long until the next attempt."""
 
 IDLE_RECHECK_FLOOR_S = 1.0
 """An idle check never comes again sooner than this."""

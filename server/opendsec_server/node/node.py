@@ -14,7 +14,7 @@ import resource
 import shutil
 import stat
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
@@ -34,19 +34,25 @@ from opendsec_server.contract.node import (
     NetworkPolicy,
     NodeEvent,
     NodeInfo,
+    PauseReport,
     Route,
     SandboxSpec,
     SandboxStatus,
+    Snapshot,
+    StateMode,
 )
+from opendsec_server.contract.node import Snapshots as SnapshotList
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.images.store import ImageStore
 
 from . import cgroups, limits, process, syscalls
 from .agent_path import install_agent
+from .backends import Backend
+from .backends.choice import find_backends
 from .container import seccomp
 from .container.bundle import HostTraits
 from .container.runtime import OciRuntime
-from .hooks import container_hooks
+from .hooks.admit import Admit
 from .journal import Journal, Record, Transition
 from .lifecycle import Lifecycle
 from .metrics import Metrics
@@ -57,9 +63,11 @@ from .paths import NodePaths
 from .reconcile import adopt_living, remove_dead
 from .sandbox import Sandbox, status_of
 from .services import Services
+from .snapshots import Snapshots
 from .storage.idmap import user_namespaces_usable
 from .storage.layers import LayerMounts
 from .storage.pool import DiskPool
+from .suspend import Suspend
 
 log = structlog.get_logger("opendsec.node")
 
@@ -74,12 +82,20 @@ class Node:
     """
 
     def __init__(
-        self, services: Services, node_id: str, host: HostSide, lifecycle: Lifecycle
+        self,
+        services: Services,
+        node_id: str,
+        host: HostSide,
+        lifecycle: Lifecycle,
+        suspend: Suspend,
+        backends: Mapping[str, Backend],
     ) -> None:
         self._services = services
         self._node_id = node_id
         self._host = host
         self._lifecycle = lifecycle
+        self._suspend = suspend
+        self._backends = backends
         self._metrics = Metrics(services.cgroups, services.pool, self._running)
         self._housekeeper: asyncio.Task[None] | None = None
 
@@ -116,16 +132,22 @@ class Node:
         host = HostSide(services.config, journal, slots.maker)
         await host.set_up()
         slots.route_localnet = host.route_localnet
+        backends = await find_backends(services)
         lifecycle = Lifecycle(
             journal,
-            container_hooks(services),
+            backends,
+            services.snapshots,
+            Admit(services),
             min(services.config.sandboxes_max, slots.capacity),
-            lambda box: why_ended(services.cgroups, box),
         )
+        suspend = Suspend(services, lifecycle)
+        lifecycle.time_out = suspend.time_out
+        lifecycle.lost_memory = suspend.lost_memory
         found = await adopt_living(services, lifecycle)
-        await remove_dead(services, lifecycle, found)
+        await remove_dead(services, lifecycle, suspend, found)
+        await services.snapshots.load()
         await slots.start(found.slots)
-        node = cls(services, await journal.node_id(), host, lifecycle)
+        node = cls(services, await journal.node_id(), host, lifecycle, suspend, backends)
         node._metrics.start()
         node._housekeeper = asyncio.create_task(node._keep_house(), name="housekeeping")
         log.info("node is up", node_id=node._node_id, adopted=len(found.adopted))
@@ -211,7 +233,7 @@ class Node:
             node_id=self._node_id,
             hostname=platform.node(),
             version=__version__,
-            backends=("container",),
+            backends=tuple(backend.info for backend in self._backends.values()),
             cpu_count=os.cpu_count() or 1,
             memory_total_bytes=memory_total,
             disk_total_bytes=usage.total_bytes,
@@ -241,10 +263,24 @@ class Node:
 
     async def create(self, spec: SandboxSpec) -> SandboxStatus:
         """See ``NodeClient.create``."""
-        if spec.backend != "container":
-            raise NotSupported(f"this node does not offer the backend {spec.backend!r}")
+        if spec.backend not in self._backends:
+            raise NotSupported(
+                f"this node does not offer the backend {spec.backend!r}",
+                details={"available": list(self._backends)},
+            )
+        if spec.snapshot_id is not None and spec.sandbox_id not in self._lifecycle.boxes:
+            self._check_snapshot(spec)
         network_policy.check(spec.network)
         return status_of(await self._lifecycle.create(spec))
+
+    def _check_snapshot(self, spec: SandboxSpec) -> None:
+        assert spec.snapshot_id is not None
+        snapshot = self._services.snapshots.get(spec.snapshot_id)
+        if snapshot.backend != spec.backend:
+            raise NotSupported(
+                f"a snapshot of a {snapshot.backend} cannot start a {spec.backend}",
+                remediation=f"Ask for the backend {snapshot.backend!r}, or name none.",
+            )
 
     async def get(self, sandbox_id: str) -> SandboxStatus:
         """See ``NodeClient.get``."""
@@ -262,16 +298,44 @@ class Node:
         await self._lifecycle.kill(box, reason)
         return status_of(box.record)
 
+    async def pause(self, sandbox_id: str, mode: StateMode = "full") -> PauseReport:
+        """See ``NodeClient.pause``."""
+        return await self._suspend.pause(self._live(sandbox_id), mode)
+
+    async def resume(
+        self, sandbox_id: str, *, end_at: float, reboot: bool = False
+    ) -> SandboxStatus:
+        """See ``NodeClient.resume``."""
+        box = self._live(sandbox_id)
+        await self._suspend.resume(box, end_at, reboot=reboot)
+        return status_of(box.record)
+
+    async def snapshot(
+        self,
+        sandbox_id: str,
+        snapshot_id: str,
+        *,
+        mode: StateMode = "full",
+        ephemeral: bool = False,
+    ) -> Snapshot:
+        """See ``NodeClient.snapshot``."""
+        box = self._live(sandbox_id)
+        return await self._suspend.snapshot(box, snapshot_id, mode, ephemeral=ephemeral)
+
+    async def snapshots(self) -> SnapshotList:
+        """See ``NodeClient.snapshots``."""
+        return self._services.snapshots.all()
+
+    async def delete_snapshot(self, snapshot_id: str) -> bool:
+        """See ``NodeClient.delete_snapshot``."""
+        return await self._services.snapshots.remove(snapshot_id)
+
     async def set_end_at(
         self, sandbox_id: str, end_at: float, *, only_extend: bool = False
     ) -> SandboxStatus:
         """See ``NodeClient.set_end_at``."""
         box = self._live(sandbox_id)
-        if not only_extend or end_at > box.record.end_at:
-            box.record.end_at = end_at
-            await self._services.journal.save(box.record, None)
-            if box.state is State.RUNNING:
-                self._lifecycle.deadlines.set(f"ttl:{sandbox_id}", end_at)
+        await self._lifecycle.extend(box, end_at, only_extend=only_extend)
         return status_of(box.record)
 
     async def set_network(self, sandbox_id: str, policy: NetworkPolicy) -> None:
@@ -295,6 +359,9 @@ class Node:
         if box.start_task is not None and not box.start_task.done():
             await asyncio.shield(box.start_task)
             box = self._live(sandbox_id)
+        while (operation := box.operation) is not None:
+            await asyncio.wait({operation.task})
+        box = self._live(sandbox_id)
         if box.state is not State.RUNNING or box.slot is None:
             raise StateConflict(
                 f"sandbox {sandbox_id} is {box.state}", details={"state": str(box.state)}
@@ -360,23 +427,6 @@ def file_signature(
     return f"v1_{digest}"
 
 
-def why_ended(groups: cgroups.CgroupSet, box: Sandbox) -> tuple[EndReason, str]:
-    """Why a first process ended by itself, with the evidence in a sentence."""
-    kills = groups.oom_kills(box.sandbox_id)
-    code = box.exit_code
-    if kills and code in (-9, None):
-        return (
-            EndReason.OOM,
-            f"the kernel killed {kills} process(es) at the limit of {box.spec.memory_mb} MiB, "
-            "the guest agent among them",
-        )
-    if code is None:
-        return EndReason.EXITED, "its first process ended"
-    if code < 0:
-        return EndReason.EXITED, f"its first process was ended by signal {-code}"
-    return EndReason.EXITED, f"its first process exited with status {code}"
-
-
 async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Services:
     syscalls.set_child_subreaper()
     nofile_max = _raise_open_files()
@@ -398,6 +448,7 @@ async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Servic
         paths=paths,
         journal=journal,
         pool=pool,
+        snapshots=Snapshots(journal, pool),
         layers=LayerMounts(ImageStore(paths.images)),
         slots=slots,
         runtime=runtime,

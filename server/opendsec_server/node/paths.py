@@ -60,6 +60,11 @@ class NodePaths:
         return self.pool / "sandboxes"
 
     @property
+    def snapshots(self) -> Path:
+        """One directory per snapshot: ``disk`` (a subvolume) and ``memory``."""
+        return self.pool / "snapshots"
+
+    @property
     def runtime_root(self) -> Path:
         """The OCI runtime's own state."""
         return self.run / "oci"
@@ -70,8 +75,16 @@ class NodePaths:
         return self.run / "sandboxes"
 
     def disk(self, sandbox_id: str) -> Path:
-        """A sandbox's subvolume: ``upper``, ``work``, ``agent.log``."""
+        """A sandbox's subvolume: ``upper`` and ``work``, or a machine's ``disk.ext4``."""
         return self.disks / sandbox_id
+
+    def saved_memory(self, sandbox_id: str) -> Path:
+        """Memory of a paused virtual machine, beside its disk."""
+        return self.disk(sandbox_id) / "memory"
+
+    def snapshot(self, snapshot_id: str) -> Path:
+        """One snapshot's directory."""
+        return self.snapshots / snapshot_id
 
     def bundle(self, sandbox_id: str) -> Path:
         """A sandbox's OCI bundle."""

@@ -77,6 +77,21 @@ def is_alive(identity: ProcessIdentity, current_boot_id: str) -> bool:
     )
 
 
+def open_identity(identity: ProcessIdentity, current_boot_id: str) -> int | None:
+    """A pidfd of exactly this process; None when it is gone."""
+    if identity.boot_id != current_boot_id:
+        return None
+    try:
+        pidfd = os.pidfd_open(identity.pid)
+    except ProcessLookupError:
+        return None
+    # Checked after opening: from here on the descriptor means this process for ever.
+    if is_alive(identity, current_boot_id):
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
 async def finish_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run in a thread; when cancelled, still wait for its end before giving way.
 

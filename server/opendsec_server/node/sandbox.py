@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from opendsec_server.contract.errors import OpendsecError
 from opendsec_server.contract.node import SandboxSpec, SandboxStatus
@@ -14,6 +15,19 @@ from opendsec_server.contract.states import EndReason, State
 from .journal import Record
 from .network.slots import Slot
 from .process import ProcessIdentity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """A pause, resume or snapshot under way.
+
+    Attributes:
+        kind: Which; a second call of the same kind joins it.
+        task: Its work. Its result is the operation's.
+    """
+
+    kind: str
+    task: asyncio.Task[Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +44,8 @@ class Sandbox:
         aborted: Fires with ``abort_reason``.
         start_task: Brings it up, or takes it down again; None once it runs.
         start_error: Why it did not come up.
+        operation: A pause, resume or snapshot under way.
+        restore_from: While it is being set up: directory with the memory to continue.
         end_task: Takes it down.
     """
 
@@ -42,6 +58,8 @@ class Sandbox:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     start_task: asyncio.Task[None] | None = None
     start_error: OpendsecError | None = None
+    operation: Operation | None = None
+    restore_from: Path | None = None
     end_task: asyncio.Task[None] | None = None
 
     @property
@@ -82,6 +100,10 @@ def status_of(record: Record) -> SandboxStatus:
         ended_at=record.ended_at,
         reason=record.reason,
         message=record.message,
+        pause_mode=record.pause_mode if record.state is State.PAUSED else None,
+        accelerator=record.accelerator,
+        vmm=record.vmm,
+        seq=record.seq,
     )
 
 

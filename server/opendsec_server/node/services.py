@@ -13,6 +13,7 @@ from .container.runtime import OciRuntime
 from .journal import Journal
 from .network.slots import SlotPool
 from .paths import NodePaths
+from .snapshots import Snapshots
 from .storage.layers import LayerMounts
 from .storage.pool import DiskPool
 
@@ -25,6 +26,7 @@ class Services:
     paths: NodePaths
     journal: Journal
     pool: DiskPool
+    snapshots: Snapshots
     layers: LayerMounts
     slots: SlotPool
     runtime: OciRuntime

@@ -139,6 +139,11 @@ def idmap_mount(mount_fd: int, userns_fd: int) -> None:
     )
 
 
+def syncfs(fd: int) -> None:
+    """Write out everything of the file system that ``fd`` is on (syncfs(2))."""
+    _check(_libc.syncfs(fd), "syncfs")
+
+
 def set_child_subreaper() -> None:
     """Orphaned descendants become children of this process, so that it learns how they ended."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")

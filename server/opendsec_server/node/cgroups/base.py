@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import signal
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+
+from opendsec_server.node import limits
+
+_LOOK_AGAIN_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,45 @@ class CgroupSet(ABC):
     @abstractmethod
     def kill(self, sandbox_id: str) -> None:
         """Send SIGKILL to every process of the group. Does not wait."""
+
+    @abstractmethod
+    def set_frozen(self, sandbox_id: str, frozen: bool) -> None:
+        """Ask the kernel to stop or continue every process of the group. Does not wait.
+
+        Raises:
+            OSError: there is no such group, or no freezer.
+        """
+
+    @abstractmethod
+    def is_frozen(self, sandbox_id: str) -> bool:
+        """Whether every process of the group stands still."""
+
+    async def freeze(self, sandbox_id: str) -> None:
+        """Stop every process of the group, and wait until all stand still.
+
+        Raises:
+            OSError: there is no such group, or no freezer.
+            TimeoutError: a process does not stop (it waits for a device).
+        """
+        self.set_frozen(sandbox_id, True)
+        deadline = time.monotonic() + limits.FREEZE_WAIT_S
+        while not self.is_frozen(sandbox_id):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not frozen within {limits.FREEZE_WAIT_S:.0f} s")
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def thaw(self, sandbox_id: str) -> None:
+        """Continue every process of the group. No error when it is gone."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            self.set_frozen(sandbox_id, False)
+
+    @abstractmethod
+    def allow_swap(self, sandbox_id: str, allowed: bool) -> None:
+        """Let the group's memory be swapped out, or not. No error when the group is gone."""
+
+    @abstractmethod
+    async def reclaim(self, sandbox_id: str, bytes_wanted: int) -> None:
+        """Have the kernel take memory from the group, as much as it can of what is wanted."""
 
     def _directory(self, hierarchy: Path, sandbox_id: str) -> Path:
         return hierarchy / self.root.lstrip("/") / sandbox_id

@@ -6,6 +6,7 @@ Hybrid hosts, where version 2 is mounted beside without controllers, are handled
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 
@@ -52,8 +53,33 @@ class CgroupV1(CgroupSet):
         with contextlib.suppress(OSError):
             self._file("cpu", sandbox_id, "cpu.cfs_quota_us").write_text("-1")
 
+    def set_frozen(self, sandbox_id: str, frozen: bool) -> None:
+        if "freezer" not in self._controllers:
+            raise FileNotFoundError("the freezer controller is not mounted")
+        state = "FROZEN" if frozen else "THAWED"
+        self._file("freezer", sandbox_id, "freezer.state").write_text(state)
+
+    def is_frozen(self, sandbox_id: str) -> bool:
+        state = self._file("freezer", sandbox_id, "freezer.state").read_text()
+        return state.strip() == "FROZEN"
+
+    def allow_swap(self, sandbox_id: str, allowed: bool) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            limit = self._file("memory", sandbox_id, "memory.limit_in_bytes").read_text()
+            self._file("memory", sandbox_id, "memory.memsw.limit_in_bytes").write_text(
+                "-1" if allowed else limit
+            )
+
+    async def reclaim(self, sandbox_id: str, bytes_wanted: int) -> None:
+        file = self._file("memory", sandbox_id, "memory.force_empty")
+        with contextlib.suppress(OSError):  # EBUSY: it took what it could
+            await asyncio.to_thread(file.write_text, "0")
+
     def kill(self, sandbox_id: str) -> None:
         for directory in self.directories(sandbox_id):
             for procs in directory.rglob("cgroup.procs"):
                 for pid in map(int, procs.read_text().split()):
                     kill_process(pid, procs)
+        # A frozen process takes its SIGKILL only when it is thawed.
+        with contextlib.suppress(OSError):
+            self.set_frozen(sandbox_id, False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 
@@ -41,6 +42,24 @@ class CgroupV2(CgroupSet):
     def lift_cpu_limit(self, sandbox_id: str) -> None:
         with contextlib.suppress(OSError):
             (self._directory(self._mount_point, sandbox_id) / "cpu.max").write_text("max")
+
+    def set_frozen(self, sandbox_id: str, frozen: bool) -> None:
+        directory = self._directory(self._mount_point, sandbox_id)
+        (directory / "cgroup.freeze").write_text("1" if frozen else "0")
+
+    def is_frozen(self, sandbox_id: str) -> bool:
+        directory = self._directory(self._mount_point, sandbox_id)
+        return read_counter(directory / "cgroup.events", "frozen") == 1
+
+    def allow_swap(self, sandbox_id: str, allowed: bool) -> None:
+        with contextlib.suppress(OSError):
+            file = self._directory(self._mount_point, sandbox_id) / "memory.swap.max"
+            file.write_text("max" if allowed else "0")
+
+    async def reclaim(self, sandbox_id: str, bytes_wanted: int) -> None:
+        file = self._directory(self._mount_point, sandbox_id) / "memory.reclaim"
+        with contextlib.suppress(OSError):  # EAGAIN: it took what it could
+            await asyncio.to_thread(file.write_text, str(bytes_wanted))
 
     def kill(self, sandbox_id: str) -> None:
         directory = self._directory(self._mount_point, sandbox_id)

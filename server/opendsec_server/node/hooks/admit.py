@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Is there room, and is the image here?"""
+"""Is there room?"""
 
 from __future__ import annotations
 
@@ -29,19 +29,29 @@ class Admit:
 
     def __init__(self, services: Services) -> None:
         self._pool = services.pool
-        self._layers = services.layers
         self._checked_at = 0.0
         self._refusal: str | None = None
 
     async def setup(self, box: Sandbox) -> None:
-        """See whether there is room, and resolve the image."""
+        """See whether there is room.
+
+        Raises:
+            NodeFull: there is not.
+        """
+        self.check()
+
+    def check(self) -> None:
+        """The same for a paused sandbox that is to run again.
+
+        Raises:
+            NodeFull: there is no room.
+        """
         now = time.monotonic()
         if now - self._checked_at > limits.CAPACITY_CHECK_INTERVAL_S:
             self._checked_at = now
             self._refusal = self._look()
         if self._refusal is not None:
             raise NodeFull(self._refusal, retry_after_s=10)
-        box.layers = await self._layers.resolve(box.spec.image)
 
     def _look(self) -> str | None:
         memory = memory_available_bytes()

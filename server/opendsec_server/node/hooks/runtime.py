@@ -60,6 +60,8 @@ class Runtime:
         if box.pidfd is not None:
             # The first process of a pid namespace takes all others with it.
             process.send_signal(box.pidfd, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                await self._cgroups.thaw(box.sandbox_id)
             await process.wait_readable(box.pidfd, limits.KILL_WAIT_S)
             code = process.reap(box.pidfd)
             if box.exit_code is None:

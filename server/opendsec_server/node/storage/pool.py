@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from opendsec_server.node.process import Finished, run
 from . import btrfs
 
 log = structlog.get_logger("opendsec.node")
+
+SNAPSHOT_DISK = "disk"
+"""The subvolume inside a snapshot's directory."""
 
 POOL_SHARE_OF_FREE = 0.8
 POOL_MB_MIN = 512
@@ -68,6 +72,7 @@ class DiskPool:
             except (OSError, RuntimeError) as exc:
                 raise ConfigError(f"cannot mount the disk pool {self._paths.pool}: {exc}") from exc
         self._paths.disks.mkdir(mode=0o700, exist_ok=True)
+        self._paths.snapshots.mkdir(mode=0o700, exist_ok=True)
         self._uuid = btrfs.filesystem_uuid(self._paths.pool)
         self.quota_kind = btrfs.enable_quota(self._paths.pool)
 
@@ -117,6 +122,8 @@ class DiskPool:
         if not mountns.is_mounted_on_host(target) and btrfs.is_btrfs(target):
             for name in self.subvolumes():
                 btrfs.destroy_subvolume(self._paths.disks, name)
+            for name in self.snapshots():
+                self.destroy_snapshot(name)
         mountns.unmount_everywhere(target)
         await self._wait_released()
         self._paths.pool_image.unlink(missing_ok=True)
@@ -144,9 +151,58 @@ class DiskPool:
         btrfs.limit_subvolume(path, disk_mb * 1024 * 1024)
         return path
 
+    def clone(self, snapshot_id: str, name: str, disk_mb: int) -> Path:
+        """A subvolume that begins as a snapshot's disk, and may hold ``disk_mb`` MiB of its own.
+
+        Raises:
+            FileNotFoundError: there is no such snapshot.
+        """
+        source = self._paths.snapshot(snapshot_id) / SNAPSHOT_DISK
+        btrfs.snapshot_subvolume(source, self._paths.disks, name, read_only=False)
+        path = self._paths.disks / name
+        btrfs.limit_subvolume(path, disk_mb * 1024 * 1024)
+        return path
+
     def destroy(self, name: str) -> None:
         """Remove a subvolume. Idempotent. Blocks, well under a millisecond."""
         btrfs.destroy_subvolume(self._paths.disks, name)
+
+    # --- snapshots ----------------------------------------------------------
+
+    def snapshots(self) -> list[str]:
+        """Names of all snapshots that have something on disk."""
+        if not self._paths.snapshots.is_dir():
+            return []
+        return sorted(entry.name for entry in self._paths.snapshots.iterdir())
+
+    def create_snapshot(self, sandbox_id: str, snapshot_id: str) -> Path:
+        """Save a sandbox's subvolume as it is now, below the returned directory."""
+        directory = self._paths.snapshot(snapshot_id)
+        directory.mkdir(mode=0o700)
+        btrfs.snapshot_subvolume(
+            self._paths.disks / sandbox_id, directory, SNAPSHOT_DISK, read_only=True
+        )
+        return directory
+
+    def destroy_snapshot(self, snapshot_id: str) -> None:
+        """Remove a snapshot. Idempotent. Sandboxes that were started from it keep their blocks,
+        and the memory file that they map."""
+        directory = self._paths.snapshot(snapshot_id)
+        if directory.is_dir():
+            btrfs.destroy_subvolume(directory, SNAPSHOT_DISK)
+            shutil.rmtree(directory)
+
+    def used_bytes(self, name: str) -> int:
+        """Bytes that a sandbox's subvolume holds of its own."""
+        return int(self.usage_file(name).read_text())
+
+    def sync(self) -> None:
+        """Bring everything written so far onto the disk."""
+        fd = os.open(self._paths.pool, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            syscalls.syncfs(fd)
+        finally:
+            os.close(fd)
 
     def usage_file(self, name: str) -> Path:
         """The kernel's live count of the bytes a subvolume holds."""
@@ -167,9 +223,11 @@ class DiskPool:
             for entry in Path(f"/sys/fs/btrfs/{self._uuid}/qgroups").glob("0_*")
             if int(entry.name[2:]) >= btrfs.FIRST_FREE_OBJECTID
         }
-        for name in self.subvolumes():
+        subvolumes = [self._paths.disks / name for name in self.subvolumes()]
+        subvolumes += [self._paths.snapshot(name) / SNAPSHOT_DISK for name in self.snapshots()]
+        for subvolume in subvolumes:
             try:
-                groups.discard(btrfs.subvolume_id(self._paths.disks / name))
+                groups.discard(btrfs.subvolume_id(subvolume))
             except OSError:
                 continue
         for group in groups:

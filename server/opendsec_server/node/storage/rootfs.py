@@ -2,8 +2,9 @@
 """A sandbox's root file system: overlay of read-only layers and its own subvolume.
 
 Both sides are handed to the overlay as id-mapped mounts, so that files carry ids 0..65535 on
-disk whatever id range the sandbox runs in. The overlay is ``volatile``: a sandbox's disk does
-not survive a crash of the host anyway, so fsync need not reach the device.
+disk whatever id range the sandbox runs in. The overlay is ``volatile``: a running sandbox's disk
+does not survive a crash of the host anyway, so fsync need not reach the device. A pause and a
+snapshot write everything out themselves.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
+import stat
 from pathlib import Path
 
 from opendsec_server.node import syscalls
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NAME_FILE_BYTES_MAX = 64 * 1024
 
 HOSTS = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n"
 
@@ -43,6 +49,61 @@ def _write(path: Path, text: str) -> None:
         os.write(fd, text.encode())
     finally:
         os.close(fd)
+
+
+def rename_host(upper: Path, *, old: str, new: str) -> None:
+    """Give a copied disk its own host name, where the files still have the old one.
+
+    The tree was written by a hostile root: every step refuses links, and only plain files that
+    have no other name are replaced.
+    """
+    try:
+        etc = os.open(upper / "etc", _DIRECTORY)
+    except OSError:
+        return
+    try:
+        for name in ("hostname", "hosts"):
+            _replace_word(etc, name, old, new)
+    finally:
+        os.close(etc)
+
+
+def _replace_word(directory: int, name: str, old: str, new: str) -> None:
+    try:
+        fd = os.open(
+            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory
+        )
+    except OSError:
+        return
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > _NAME_FILE_BYTES_MAX:
+            return
+        text = os.read(fd, _NAME_FILE_BYTES_MAX)
+    finally:
+        os.close(fd)
+    if old.encode() not in text:
+        return
+    os.unlink(name, dir_fd=directory)
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o644, dir_fd=directory)
+    try:
+        os.fchown(fd, info.st_uid, info.st_gid)
+        os.fchmod(fd, stat.S_IMODE(info.st_mode) & 0o777)
+        os.write(fd, text.replace(old.encode(), new.encode()))
+    finally:
+        os.close(fd)
+
+
+def forget_last_mount(disk: Path) -> None:
+    """Let a disk be mounted again: a ``volatile`` overlay leaves a mark in its work directory.
+
+    The mark warns of lost writes. There are none: we wrote everything out before we unmounted.
+    """
+    work = disk / "work"
+    if (work / "work").exists():
+        shutil.rmtree(work)
+        work.mkdir(mode=0o700)
 
 
 def mount_rootfs(

@@ -18,6 +18,7 @@ from opendsec_server.contract.node import NetworkPolicy
 from opendsec_server.contract.states import EndReason, State
 from opendsec_server.node import metrics, process
 from opendsec_server.node.agent_path import install_agent
+from opendsec_server.node.backends.container import why_ended
 from opendsec_server.node.cgroups import detect
 from opendsec_server.node.cgroups.v1 import CgroupV1
 from opendsec_server.node.cgroups.v2 import CgroupV2
@@ -28,7 +29,7 @@ from opendsec_server.node.hooks.base import tear_down
 from opendsec_server.node.journal import Record
 from opendsec_server.node.network import dns, hosttable, policy
 from opendsec_server.node.network.slots import SlotPool
-from opendsec_server.node.node import file_signature, why_ended
+from opendsec_server.node.node import file_signature
 from opendsec_server.node.sandbox import Sandbox, placeholder
 from opendsec_server.node.tests.machine import small_spec
 
