@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Bodies on their way through: counted, never collected.
 
+use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -72,9 +73,12 @@ impl Body for RequestBody {
                 body.context.add_in(frame.data_ref().map_or(0, Bytes::len));
             }
             Poll::Ready(None) => body.ended = true,
+            Poll::Ready(Some(Err(error))) if is_malformed(error) => {
+                body.context.set_body_malformed();
+            }
             _ => {}
         }
-        // An error here means that the client left; the upstream's connection is then closed at once.
+        // Else an error means that the client left. The upstream's connection is closed at once.
         polled.map_err(Into::into)
     }
 
@@ -91,6 +95,21 @@ impl Body for RequestBody {
             RequestBody::Stream(body) => body.inner.size_hint(),
         }
     }
+}
+
+/// Whether a body's error is that of hyper's decoder, and not the end of the connection.
+fn is_malformed(error: &hyper::Error) -> bool {
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        if let Some(cause) = cause.downcast_ref::<io::Error>() {
+            return matches!(
+                cause.kind(),
+                io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData
+            );
+        }
+        source = cause.source();
+    }
+    false
 }
 
 /// An answer's body on its way to the client.
@@ -246,7 +265,10 @@ impl ResponseBody {
                 "the gateway is restarting; connect again",
             )
         } else {
-            self.fail("the sandbox ended".to_owned(), "the sandbox has ended")
+            self.fail(
+                "the sandbox ended or was paused".to_owned(),
+                "the sandbox has ended or was paused",
+            )
         }
     }
 

@@ -2,8 +2,10 @@
 //! Routes that were asked for once, and how they are forgotten.
 //!
 //! The cache holds nothing that a restart would lose: every entry can be asked for again. Misses
-//! are single-flight per sandbox. A look-up that was under way when its sandbox was invalidated
-//! still answers its waiters but is not kept.
+//! are single-flight per sandbox, port and tokens: the control plane may resume a paused sandbox
+//! for a request, and one with a wrong token neither gains from the right one's answer nor spoils
+//! it. A look-up that was under way when its sandbox was invalidated still answers its waiters but
+//! is not kept; one that nobody waits for any more is given up.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,8 +17,10 @@ use std::time::Instant;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::control::{Control, LookupError, Route};
-use crate::limits::{GONE_GRACE, RECHECKS_MAX, ROUTES_MAX, SWEEP_INTERVAL};
+use crate::control::{Control, LookupError, Route, Visitor};
+use crate::limits::{
+    GONE_GRACE, QUESTIONS_PER_SANDBOX_MAX, RECHECKS_MAX, ROUTES_MAX, SWEEP_INTERVAL,
+};
 use crate::link::Link;
 use crate::log::{Level, event};
 use crate::metrics::{METRICS, UpstreamFailure};
@@ -34,14 +38,17 @@ pub struct Entry {
 
 type Answer = Result<Arc<Entry>, LookupError>;
 
+/// Who asks: a request, or the edge itself (`None`), for which nothing is resumed.
+type Asker = Option<Visitor>;
+
 struct Flight {
-    answer: watch::Receiver<Option<Answer>>,
+    answer: Arc<watch::Sender<Option<Answer>>>,
     number: u64,
 }
 
 #[derive(Default)]
 struct Flights {
-    by_id: HashMap<String, Flight>,
+    by_id: HashMap<String, HashMap<Asker, Flight>>,
     next: u64,
     /// Grows at every invalidation; look-ups by signature begun under an older one are not kept.
     generation: u64,
@@ -102,14 +109,17 @@ impl RouteCache {
     ///
     /// # Errors
     /// See [`LookupError`].
-    pub async fn get(self: &Arc<Self>, id: &str) -> Answer {
+    pub async fn get(self: &Arc<Self>, id: &str, visitor: &Visitor) -> Answer {
         let found = self.read().get(id).cloned();
         if let Some(entry) = found {
-            entry.used_s.store(self.now_s(), Ordering::Relaxed);
-            METRICS.route_hits.add(1);
-            return Ok(entry);
+            if !entry.link.is_retired() {
+                entry.used_s.store(self.now_s(), Ordering::Relaxed);
+                METRICS.route_hits.add(1);
+                return Ok(entry);
+            }
+            self.forget_entry(&entry);
         }
-        self.ask(id).await
+        self.ask(id, Some(visitor.clone())).await
     }
 
     /// The route again from the control plane, because `old` led nowhere. While the control plane is
@@ -117,9 +127,9 @@ impl RouteCache {
     ///
     /// # Errors
     /// See [`LookupError`].
-    pub async fn refresh(self: &Arc<Self>, old: &Arc<Entry>) -> Answer {
+    pub async fn refresh(self: &Arc<Self>, old: &Arc<Entry>, visitor: &Visitor) -> Answer {
         self.forget_entry(old);
-        let answer = self.ask(&old.route.sandbox_id).await;
+        let answer = self.ask(&old.route.sandbox_id, Some(visitor.clone())).await;
         if matches!(answer, Err(LookupError::Unavailable(_))) {
             self.write()
                 .entry(old.route.sandbox_id.clone())
@@ -159,64 +169,85 @@ impl RouteCache {
         entry.link.clear_idle();
     }
 
-    async fn ask(self: &Arc<Self>, id: &str) -> Answer {
-        let mut answer = self.join_flight(id);
-        let waited = answer.wait_for(Option::is_some).await;
+    async fn ask(self: &Arc<Self>, id: &str, asker: Asker) -> Answer {
+        let ending = || Err(LookupError::Unavailable("The edge is ending".to_owned()));
+        let mut answer = self.join_flight(id, asker)?;
+        let waited = tokio::select! {
+            waited = answer.wait_for(Option::is_some) => waited,
+            () = self.end.cancelled() => return ending(),
+        };
         match waited.as_deref() {
             Ok(Some(answer)) => answer.clone(),
             // The look-up's task ended without an answer: only at the end of the process.
-            _ => Err(LookupError::Unavailable("The edge is ending".to_owned())),
+            _ => ending(),
         }
     }
 
-    fn join_flight(self: &Arc<Self>, id: &str) -> watch::Receiver<Option<Answer>> {
+    fn join_flight(
+        self: &Arc<Self>,
+        id: &str,
+        asker: Asker,
+    ) -> Result<watch::Receiver<Option<Answer>>, LookupError> {
         let mut flights = self.flights();
-        if let Some(flight) = flights.by_id.get(id) {
-            return flight.answer.clone();
+        let number = flights.next;
+        let questions = flights.by_id.entry(id.to_owned()).or_default();
+        if let Some(flight) = questions.get(&asker) {
+            return Ok(flight.answer.subscribe());
+        }
+        if questions.len() >= QUESTIONS_PER_SANDBOX_MAX {
+            return Err(LookupError::Crowded);
         }
         METRICS.route_misses.add(1);
-        let number = flights.next;
-        flights.next += 1;
         let (sender, answer) = watch::channel(None);
-        flights.by_id.insert(
-            id.to_owned(),
-            Flight {
-                answer: answer.clone(),
-                number,
-            },
-        );
+        let sender = Arc::new(sender);
+        let flight = Flight {
+            answer: Arc::clone(&sender),
+            number,
+        };
+        questions.insert(asker.clone(), flight);
+        flights.next += 1;
         drop(flights);
         let cache = Arc::clone(self);
         let id = id.to_owned();
         // A task of its own: the first asker may leave while others wait.
-        tokio::spawn(async move {
-            let route = cache.control.route(&id).await;
-            let kept = cache.end_flight(&id, number);
-            let answer = match route {
-                Ok(route) => Ok(cache.accept(route, kept)),
-                Err(error) => {
-                    if matches!(error, LookupError::Unavailable(_)) {
-                        METRICS.upstream_failed(UpstreamFailure::Control);
-                    }
-                    Err(error)
-                }
-            };
-            sender.send_replace(Some(answer));
-        });
-        answer
+        tokio::spawn(async move { cache.fly(&id, &asker, number, &sender).await });
+        Ok(answer)
     }
 
-    /// End a flight; whether its answer may be kept.
-    fn end_flight(&self, id: &str, number: u64) -> bool {
-        let mut flights = self.flights();
-        let current = flights
-            .by_id
-            .get(id)
-            .is_some_and(|flight| flight.number == number);
-        if current {
-            flights.by_id.remove(id);
-        }
-        current
+    /// Ask, and answer everyone who waits; give up when nobody does.
+    async fn fly(
+        &self,
+        id: &str,
+        asker: &Asker,
+        number: u64,
+        waiters: &watch::Sender<Option<Answer>>,
+    ) {
+        let question = self.control.route(id, asker.as_ref());
+        tokio::pin!(question);
+        let route = loop {
+            tokio::select! {
+                route = &mut question => break route,
+                () = waiters.closed() => {
+                    // Askers join under the same lock, so none can slip in.
+                    let mut flights = self.flights();
+                    if waiters.receiver_count() == 0 {
+                        remove_flight(&mut flights, id, asker, number);
+                        return;
+                    }
+                }
+            }
+        };
+        let kept = remove_flight(&mut self.flights(), id, asker, number);
+        let answer = match route {
+            Ok(route) => Ok(self.accept(route, kept)),
+            Err(error) => {
+                if matches!(error, LookupError::Unavailable(_)) {
+                    METRICS.upstream_failed(UpstreamFailure::Control);
+                }
+                Err(error)
+            }
+        };
+        waiters.send_replace(Some(answer));
     }
 
     /// Make an entry of a route, on the living link of the same incarnation if there is one.
@@ -302,10 +333,15 @@ impl RouteCache {
     /// End the streams of a sandbox that no longer runs. Its network may be gone without a packet,
     /// so waiting for the connections to break could take hours.
     async fn recheck(self: &Arc<Self>, id: &str, link: &Arc<Link>) {
-        let Ok(_permit) = self.rechecks.acquire().await else {
+        let Ok(permit) = self.rechecks.acquire().await else {
             return;
         };
-        if self.get(id).await.err() == Some(LookupError::NotFound) {
+        // Not for a visitor: looking after old streams must not resume a paused sandbox.
+        let answer = self.ask(id, None).await;
+        drop(permit);
+        if answer.err() == Some(LookupError::NotFound) {
+            // From now on a route to it gets a new link: it may be resumed before the grace is over.
+            link.retire();
             tokio::time::sleep(GONE_GRACE).await;
             if link.is_active() {
                 event(
@@ -334,6 +370,23 @@ impl RouteCache {
             }
         }
     }
+}
+
+/// Take a flight off the list; whether it was still on it, so that its answer may be kept.
+fn remove_flight(flights: &mut Flights, id: &str, asker: &Asker, number: u64) -> bool {
+    let Some(questions) = flights.by_id.get_mut(id) else {
+        return false;
+    };
+    let current = questions
+        .get(asker)
+        .is_some_and(|flight| flight.number == number);
+    if current {
+        questions.remove(asker);
+        if questions.is_empty() {
+            flights.by_id.remove(id);
+        }
+    }
+    current
 }
 
 fn evict_oldest(entries: &mut HashMap<String, Arc<Entry>>) {

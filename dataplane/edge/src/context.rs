@@ -2,7 +2,7 @@
 //! What belongs to one request from its head to its last byte: id, counters, access log line.
 
 use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
@@ -35,6 +35,7 @@ pub struct RequestContext {
     status: AtomicU16,
     bytes_in: AtomicU64,
     bytes_out: AtomicU64,
+    body_malformed: AtomicBool,
     busy: BusyGuard,
 }
 
@@ -55,6 +56,7 @@ impl RequestContext {
             status: AtomicU16::new(0),
             bytes_in: AtomicU64::new(0),
             bytes_out: AtomicU64::new(0),
+            body_malformed: AtomicBool::new(false),
             busy,
         }
     }
@@ -98,6 +100,16 @@ impl RequestContext {
     /// Count bytes of the answer's body.
     pub fn add_out(&self, bytes: usize) {
         self.bytes_out.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Note that the request's body breaks HTTP's rules.
+    pub fn set_body_malformed(&self) {
+        self.body_malformed.store(true, Ordering::Release);
+    }
+
+    /// Whether the request's body broke HTTP's rules.
+    pub fn body_is_malformed(&self) -> bool {
+        self.body_malformed.load(Ordering::Acquire)
     }
 
     /// Note that the rest of the request's body will not be read.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
@@ -16,7 +16,8 @@ use serde::Deserialize;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::limits::{CONTROL_ANSWER_BYTES_MAX, ROUTE_TIMEOUT};
+use crate::headers::{ACCESS_TOKEN_HEADER, TRAFFIC_TOKEN_HEADER};
+use crate::limits::{CONTROL_ANSWER_BYTES_MAX, ROUTE_TIMEOUT, TOKEN_BYTES_MAX};
 use crate::routing::SignedFile;
 
 /// How to reach a running sandbox, as the control plane says it.
@@ -59,11 +60,77 @@ fn default_true() -> bool {
     true
 }
 
+/// What a request brings along to be let in. A paused sandbox is resumed only for the right one.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Visitor {
+    port: u16,
+    access_token: Option<HeaderValue>,
+    traffic_token: Option<HeaderValue>,
+}
+
+// By hand: tokens must not reach a log.
+impl std::fmt::Debug for Visitor {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Visitor")
+            .field("port", &self.port)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Visitor {
+    /// Of a request for `port`. A token that is repeated or too long counts as none.
+    pub fn of(headers: &HeaderMap, port: u16) -> Self {
+        Visitor {
+            port,
+            access_token: token(headers, &ACCESS_TOKEN_HEADER),
+            traffic_token: token(headers, &TRAFFIC_TOKEN_HEADER),
+        }
+    }
+
+    /// The headers that tell the control plane.
+    fn headers(&self) -> impl Iterator<Item = (&'static str, &HeaderValue)> {
+        [
+            ("X-Opendsec-Access-Token", self.access_token.as_ref()),
+            ("X-Opendsec-Traffic-Token", self.traffic_token.as_ref()),
+        ]
+        .into_iter()
+        .filter_map(|(name, value)| Some((name, value?)))
+    }
+}
+
+fn token(headers: &HeaderMap, name: &HeaderName) -> Option<HeaderValue> {
+    let mut values = headers.get_all(name).iter();
+    let value = values.next()?;
+    let usable = values.next().is_none() && (1..=TOKEN_BYTES_MAX).contains(&value.len());
+    usable.then(|| value.clone())
+}
+
+/// Why a sandbox could not be resumed, in the control plane's words.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ResumeRefusal {
+    /// Its status.
+    pub status: StatusCode,
+    /// Its code, such as `node_full`.
+    pub code: String,
+    /// One sentence.
+    pub message: String,
+    /// Whether the same request may work later.
+    pub retryable: bool,
+}
+
 /// Why there is no route.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LookupError {
     /// No such sandbox, or it does not run.
     NotFound,
+    /// It starts, pauses or resumes, and that takes longer than we wait.
+    Transition,
+    /// It is paused, and the request's token is not one that may resume it.
+    Denied,
+    /// It is paused and could not be resumed.
+    Resume(Box<ResumeRefusal>),
+    /// Too many different questions about this sandbox are under way.
+    Crowded,
     /// The control plane does not answer, or cannot say now. Says why.
     Unavailable(String),
 }
@@ -80,13 +147,21 @@ impl Control {
         Control { socket }
     }
 
-    /// The route of a sandbox. Waits while it starts.
+    /// The route of a sandbox. Waits while it starts, pauses or resumes. For a `visitor` a paused
+    /// sandbox that wants it is resumed first; without one nothing about it changes.
     ///
     /// # Errors
     /// See [`LookupError`].
-    pub async fn route(&self, sandbox_id: &str) -> Result<Route, LookupError> {
-        self.lookup(&format!("/routes/{}", encode(sandbox_id)))
-            .await
+    pub async fn route(
+        &self,
+        sandbox_id: &str,
+        visitor: Option<&Visitor>,
+    ) -> Result<Route, LookupError> {
+        let mut target = format!("/routes/{}", encode(sandbox_id));
+        if let Some(visitor) = visitor {
+            target = format!("{target}?port={}", visitor.port);
+        }
+        self.lookup(&target, visitor).await
     }
 
     /// The route of the sandbox whose token made a file URL's signature.
@@ -94,23 +169,23 @@ impl Control {
     /// # Errors
     /// See [`LookupError`].
     pub async fn route_by_signature(&self, file: &SignedFile) -> Result<Route, LookupError> {
-        self.lookup(&format!(
+        let target = format!(
             "/routes/by-signature?path={}&operation={}&username={}&signature={}&expiration={}",
             encode(&file.path),
             file.operation,
             encode(&file.username),
             encode(&file.signature),
             encode(&file.expiration),
-        ))
-        .await
+        );
+        self.lookup(&target, None).await
     }
 
-    async fn lookup(&self, target: &str) -> Result<Route, LookupError> {
+    async fn lookup(&self, target: &str, visitor: Option<&Visitor>) -> Result<Route, LookupError> {
         let unavailable = |why: String| {
             LookupError::Unavailable(format!("The control plane is not reachable: {why}"))
         };
         let exchange = async {
-            let response = self.get(target).await?;
+            let response = self.get(target, visitor).await?;
             let status = response.status();
             let body = Limited::new(response.into_body(), CONTROL_ANSWER_BYTES_MAX);
             let body = body
@@ -123,7 +198,8 @@ impl Control {
         match timeout(ROUTE_TIMEOUT, exchange).await {
             Ok(Ok((status, body))) => interpret(status, &body),
             Ok(Err(why)) => Err(unavailable(why)),
-            Err(_) => Err(unavailable("it did not answer in time".to_owned())),
+            // It took the question, so the sandbox is on its way somewhere.
+            Err(_) => Err(LookupError::Transition),
         }
     }
 
@@ -131,7 +207,11 @@ impl Control {
     ///
     /// # Errors
     /// A sentence.
-    pub async fn get(&self, target: &str) -> Result<Response<Incoming>, String> {
+    pub async fn get(
+        &self,
+        target: &str,
+        visitor: Option<&Visitor>,
+    ) -> Result<Response<Incoming>, String> {
         let stream = UnixStream::connect(&self.socket)
             .await
             .map_err(|error| format!("{}: {error}", self.socket.display()))?;
@@ -139,10 +219,14 @@ impl Control {
             .await
             .map_err(|error| error.to_string())?;
         tokio::spawn(connection);
-        let request = Request::builder()
+        let mut request = Request::builder()
             .uri(target)
             .header(http::header::HOST, "control")
-            .header(http::header::CONNECTION, "close")
+            .header(http::header::CONNECTION, "close");
+        for (name, value) in visitor.into_iter().flat_map(Visitor::headers) {
+            request = request.header(name, value);
+        }
+        let request = request
             .body(Empty::<Bytes>::new())
             .map_err(|error| error.to_string())?;
         sender
@@ -156,22 +240,72 @@ fn encode(text: &str) -> impl std::fmt::Display + '_ {
     utf8_percent_encode(text, NON_ALPHANUMERIC)
 }
 
-/// The message inside an error body of the control plane, if it has one.
-fn error_message(body: &[u8]) -> Option<String> {
-    let value: serde_json::Value = serde_json::from_slice(body).ok()?;
-    Some(value.get("error")?.get("message")?.as_str()?.to_owned())
+/// The error inside a body of the control plane. Fields that are missing are empty.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct ErrorBody {
+    code: String,
+    message: String,
+    retryable: bool,
+    details: ErrorDetails,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct ErrorDetails {
+    state: String,
+}
+
+impl ErrorBody {
+    fn read(body: &[u8]) -> Self {
+        #[derive(Deserialize)]
+        struct Outer {
+            error: ErrorBody,
+        }
+        serde_json::from_slice(body)
+            .map_or_else(|_| ErrorBody::default(), |outer: Outer| outer.error)
+    }
+}
+
+/// States that a sandbox leaves by itself within a moment.
+const TRANSITIONS: [&str; 4] = ["pending", "starting", "pausing", "resuming"];
+/// What can go wrong with a resume although the control plane is well.
+const RESUME_CODES: [&str; 6] = [
+    "node_full",
+    "quota_exceeded",
+    "resume_failed",
+    "snapshot_failed",
+    "snapshot_damaged",
+    "snapshot_incompatible",
+];
+
+fn failure(status: StatusCode, body: &[u8]) -> LookupError {
+    let error = ErrorBody::read(body);
+    if RESUME_CODES.contains(&error.code.as_str()) {
+        return LookupError::Resume(Box::new(ResumeRefusal {
+            status,
+            code: error.code,
+            message: error.message,
+            retryable: error.retryable,
+        }));
+    }
+    match status {
+        StatusCode::CONFLICT if TRANSITIONS.contains(&error.details.state.as_str()) => {
+            LookupError::Transition
+        }
+        // A paused or ending sandbox is, to clients, one that was not found (E2B's wording).
+        StatusCode::NOT_FOUND | StatusCode::CONFLICT => LookupError::NotFound,
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => LookupError::Denied,
+        _ if error.message.is_empty() => {
+            LookupError::Unavailable(format!("The control plane answered {status}"))
+        }
+        _ => LookupError::Unavailable(error.message),
+    }
 }
 
 fn interpret(status: StatusCode, body: &[u8]) -> Result<Route, LookupError> {
-    match status {
-        StatusCode::OK => {}
-        // A paused or ending sandbox is, to clients, one that was not found (E2B's wording).
-        StatusCode::NOT_FOUND | StatusCode::CONFLICT => return Err(LookupError::NotFound),
-        _ => {
-            let why = error_message(body)
-                .unwrap_or_else(|| format!("The control plane answered {status}"));
-            return Err(LookupError::Unavailable(why));
-        }
+    if status != StatusCode::OK {
+        return Err(failure(status, body));
     }
     let body: RouteBody = serde_json::from_slice(body).map_err(|error| {
         LookupError::Unavailable(format!("The control plane's route is unreadable: {error}"))
@@ -219,15 +353,75 @@ mod tests {
         );
         let busy = interpret(
             StatusCode::SERVICE_UNAVAILABLE,
-            br#"{"error":{"message":"node is full"}}"#,
+            br#"{"error":{"message":"the node restarts"}}"#,
         );
         assert_eq!(
             busy,
-            Err(LookupError::Unavailable("node is full".to_owned()))
+            Err(LookupError::Unavailable("the node restarts".to_owned()))
+        );
+        for status in [StatusCode::UNAUTHORIZED, StatusCode::FORBIDDEN] {
+            assert_eq!(interpret(status, b"{}"), Err(LookupError::Denied));
+        }
+        let conflict = |state: &str| {
+            let body = format!(
+                r#"{{"error":{{"code":"sandbox_state_conflict","message":"m","details":{{"state":"{state}"}}}}}}"#
+            );
+            interpret(StatusCode::CONFLICT, body.as_bytes())
+        };
+        for state in TRANSITIONS {
+            assert_eq!(conflict(state), Err(LookupError::Transition), "{state}");
+        }
+        for state in ["paused", "stopping", "ended"] {
+            assert_eq!(conflict(state), Err(LookupError::NotFound), "{state}");
+        }
+        let full = interpret(
+            StatusCode::SERVICE_UNAVAILABLE,
+            br#"{"error":{"code":"node_full","message":"no memory","retryable":true,"details":{}}}"#,
+        );
+        assert_eq!(
+            full,
+            Err(LookupError::Resume(Box::new(ResumeRefusal {
+                status: StatusCode::SERVICE_UNAVAILABLE,
+                code: "node_full".to_owned(),
+                message: "no memory".to_owned(),
+                retryable: true,
+            })))
         );
         assert!(matches!(
             interpret(StatusCode::OK, b"{"),
             Err(LookupError::Unavailable(_))
         ));
+    }
+
+    #[test]
+    fn visitors() {
+        let headers = |pairs: &[(&'static str, &str)]| {
+            let mut headers = HeaderMap::new();
+            for (name, value) in pairs {
+                headers.append(*name, HeaderValue::from_str(value).expect("value"));
+            }
+            headers
+        };
+        let given = headers(&[
+            ("x-access-token", "hush"),
+            ("e2b-traffic-access-token", "psst"),
+        ]);
+        let visitor = Visitor::of(&given, 80);
+        let sent: Vec<_> = visitor.headers().collect();
+        assert_eq!(sent.len(), 2);
+        assert_eq!(
+            sent[0],
+            ("X-Opendsec-Access-Token", &HeaderValue::from_static("hush"))
+        );
+        assert!(!format!("{visitor:?}").contains("hush"));
+        assert_ne!(visitor, Visitor::of(&given, 81));
+        let long = "x".repeat(TOKEN_BYTES_MAX + 1);
+        for unusable in [
+            headers(&[("x-access-token", "a"), ("x-access-token", "b")]),
+            headers(&[("x-access-token", "")]),
+            headers(&[("x-access-token", &long)]),
+        ] {
+            assert_eq!(Visitor::of(&unusable, 80).headers().count(), 0);
+        }
     }
 }

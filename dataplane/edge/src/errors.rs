@@ -9,6 +9,7 @@ use http::header::{
 use http::{HeaderMap, Method, Response, StatusCode};
 use serde::Serialize;
 
+use crate::control::ResumeRefusal;
 use crate::headers::{REQUEST_ID_HEADER, TRAFFIC_TOKEN_HEADER};
 
 /// Read by E2B's Python SDK: whether a call may be repeated.
@@ -23,6 +24,17 @@ pub enum EdgeError {
     PortNotOpen { id: String, port: u16 },
     /// 502: the connection broke before the answer began.
     SandboxNoAnswer { id: String, port: u16 },
+    /// 502: it switched to a protocol that nobody asked for.
+    SandboxBadAnswer { id: String, port: u16 },
+    /// 409: it starts, pauses or resumes, and takes long.
+    SandboxTransition { id: String },
+    /// As the control plane says: it is paused and could not be resumed.
+    ResumeRefused {
+        id: String,
+        refusal: Box<ResumeRefusal>,
+    },
+    /// 401: it is paused, and the token for its agent is missing or wrong.
+    AccessTokenInvalid,
     /// 403: the port is not public and the token is missing.
     TrafficTokenMissing { id: String },
     /// 403: the port is not public and the token is wrong.
@@ -96,6 +108,8 @@ struct SandboxBody<'a> {
     code: u16,
     #[serde(skip_serializing_if = "Option::is_none")]
     connection_limit: Option<usize>,
+    #[serde(rename = "error_code", skip_serializing_if = "Option::is_none")]
+    error_code: Option<&'a str>,
 }
 
 #[derive(Serialize)]
@@ -129,13 +143,16 @@ impl EdgeError {
             EdgeError::SandboxNotFound { .. }
             | EdgeError::PortNotOpen { .. }
             | EdgeError::SandboxNoAnswer { .. }
+            | EdgeError::SandboxBadAnswer { .. }
             | EdgeError::ApiNoAnswer { .. } => StatusCode::BAD_GATEWAY,
+            EdgeError::SandboxTransition { .. } => StatusCode::CONFLICT,
+            EdgeError::ResumeRefused { refusal, .. } => refusal.status,
             EdgeError::TrafficTokenMissing { .. } | EdgeError::TrafficTokenInvalid { .. } => {
                 StatusCode::FORBIDDEN
             }
             EdgeError::SandboxBusy { .. } => StatusCode::TOO_MANY_REQUESTS,
             EdgeError::InternalPath { .. } => StatusCode::NOT_FOUND,
-            EdgeError::InvalidSignature => StatusCode::UNAUTHORIZED,
+            EdgeError::InvalidSignature | EdgeError::AccessTokenInvalid => StatusCode::UNAUTHORIZED,
             EdgeError::ControlUnavailable { .. } | EdgeError::Overloaded => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -144,11 +161,15 @@ impl EdgeError {
     }
 
     /// Short name for logs and the native API.
-    pub fn code(&self) -> &'static str {
+    pub fn code(&self) -> &str {
         match self {
             EdgeError::SandboxNotFound { .. } => "sandbox_not_found",
             EdgeError::PortNotOpen { .. } => "port_not_open",
             EdgeError::SandboxNoAnswer { .. } => "sandbox_no_answer",
+            EdgeError::SandboxBadAnswer { .. } => "sandbox_bad_answer",
+            EdgeError::SandboxTransition { .. } => "sandbox_state_conflict",
+            EdgeError::ResumeRefused { refusal, .. } => &refusal.code,
+            EdgeError::AccessTokenInvalid => "access_token_invalid",
             EdgeError::TrafficTokenMissing { .. } => "traffic_token_missing",
             EdgeError::TrafficTokenInvalid { .. } => "traffic_token_invalid",
             EdgeError::SandboxBusy { .. } => "sandbox_connection_limit",
@@ -169,6 +190,20 @@ impl EdgeError {
             EdgeError::PortNotOpen { .. } => "The sandbox is running but port is not open".to_owned(),
             EdgeError::SandboxNoAnswer { .. } => {
                 "The sandbox closed the connection before it answered".to_owned()
+            }
+            EdgeError::SandboxBadAnswer { .. } => {
+                "The sandbox switched to a protocol that the request did not ask for".to_owned()
+            }
+            // E2B's words.
+            EdgeError::SandboxTransition { .. } => {
+                "The sandbox is still transitioning. Try again in a moment.".to_owned()
+            }
+            EdgeError::ResumeRefused { refusal, .. } => {
+                format!("The sandbox is paused and could not be resumed: {}", refusal.message)
+            }
+            EdgeError::AccessTokenInvalid => {
+                "The sandbox is paused, and the request has no access token that may resume it"
+                    .to_owned()
             }
             EdgeError::TrafficTokenMissing { .. } => format!(
                 "Sandbox is secured with traffic access token. Token header '{header}' is missing"
@@ -194,7 +229,9 @@ impl EdgeError {
 
     fn remediation(&self) -> &'static str {
         match self {
-            EdgeError::ControlUnavailable { .. } | EdgeError::Overloaded => "Retry after a moment.",
+            EdgeError::ControlUnavailable { .. }
+            | EdgeError::Overloaded
+            | EdgeError::SandboxTransition { .. } => "Retry after a moment.",
             EdgeError::ApiNoAnswer { may_repeat: true } => "Retry.",
             EdgeError::ApiNoAnswer { may_repeat: false } => {
                 "Look whether the request took effect before you repeat it, or use an idempotency key."
@@ -204,12 +241,14 @@ impl EdgeError {
     }
 
     fn retryable(&self) -> bool {
-        matches!(
-            self,
+        match self {
             EdgeError::ControlUnavailable { .. }
-                | EdgeError::Overloaded
-                | EdgeError::ApiNoAnswer { may_repeat: true }
-        )
+            | EdgeError::Overloaded
+            | EdgeError::SandboxTransition { .. }
+            | EdgeError::ApiNoAnswer { may_repeat: true } => true,
+            EdgeError::ResumeRefused { refusal, .. } => refusal.retryable,
+            _ => false,
+        }
     }
 
     /// Our fault, not the client's or the sandbox's: worth a log line always.
@@ -218,6 +257,7 @@ impl EdgeError {
             self,
             EdgeError::ControlUnavailable { .. }
                 | EdgeError::Overloaded
+                | EdgeError::ResumeRefused { .. }
                 | EdgeError::ApiNoAnswer { .. }
         )
     }
@@ -232,15 +272,23 @@ impl EdgeError {
                 port,
                 code,
                 connection_limit,
+                error_code: match self {
+                    EdgeError::SandboxTransition { .. } | EdgeError::ResumeRefused { .. } => {
+                        Some(self.code())
+                    }
+                    _ => None,
+                },
             })
         };
         let body = match self {
             EdgeError::SandboxNotFound { id }
+            | EdgeError::SandboxTransition { id }
+            | EdgeError::ResumeRefused { id, .. }
             | EdgeError::TrafficTokenMissing { id }
             | EdgeError::TrafficTokenInvalid { id } => sandbox(id, None, None),
-            EdgeError::PortNotOpen { id, port } | EdgeError::SandboxNoAnswer { id, port } => {
-                sandbox(id, Some(*port), None)
-            }
+            EdgeError::PortNotOpen { id, port }
+            | EdgeError::SandboxNoAnswer { id, port }
+            | EdgeError::SandboxBadAnswer { id, port } => sandbox(id, Some(*port), None),
             EdgeError::SandboxBusy { id, limit } => sandbox(id, None, Some(*limit)),
             _ if audience.native => serde_json::to_vec(&NativeBody {
                 error: self.native(&message, audience),

@@ -16,6 +16,8 @@ use crate::limits::REQUEST_ID_BYTES_MAX;
 pub const CONTROL_HEADER: HeaderName = HeaderName::from_static("x-opendsec-control");
 /// Header with the token for ports that are not public.
 pub const TRAFFIC_TOKEN_HEADER: HeaderName = HeaderName::from_static("e2b-traffic-access-token");
+/// Header with the token for the agent.
+pub const ACCESS_TOKEN_HEADER: HeaderName = HeaderName::from_static("x-access-token");
 /// Header with the request's id.
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 

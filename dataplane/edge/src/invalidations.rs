@@ -58,7 +58,11 @@ pub async fn follow(cache: Arc<RouteCache>) {
 
 /// Follow one stream to its end; says why it ended.
 async fn follow_once(cache: &Arc<RouteCache>, connected: &mut bool) -> String {
-    let opened = timeout(INVALIDATION_SILENCE, cache.control().get("/invalidations")).await;
+    let opened = timeout(
+        INVALIDATION_SILENCE,
+        cache.control().get("/invalidations", None),
+    )
+    .await;
     let mut body = match opened {
         Ok(Ok(response)) if response.status() == http::StatusCode::OK => response.into_body(),
         Ok(Ok(response)) => return format!("the control plane answered {}", response.status()),

@@ -92,8 +92,14 @@ pub const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Most cached routes. Beyond it the least recently used sixteenth is dropped.
 pub const ROUTES_MAX: usize = 16_384;
-/// Longest wait for the control plane to answer a route request; it blocks while a sandbox starts.
-pub const ROUTE_TIMEOUT: Duration = Duration::from_secs(150);
+/// Longest wait for the control plane to answer a route request; it blocks while a sandbox starts,
+/// pauses or resumes.
+pub const ROUTE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Most different questions under way about one sandbox. Requests with the same port and tokens
+/// share one.
+pub const QUESTIONS_PER_SANDBOX_MAX: usize = 256;
+/// Longest token that is passed on to the control plane, in bytes. Ours are shorter.
+pub const TOKEN_BYTES_MAX: usize = 256;
 /// Largest answer of the control socket, in bytes.
 pub const CONTROL_ANSWER_BYTES_MAX: usize = 64 * 1024;
 /// Longest line of the invalidation stream, in bytes.

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Semaphore;
@@ -28,6 +28,7 @@ pub struct Link {
     open: Arc<Semaphore>,
     /// Cancelled when the sandbox is gone: every stream ends.
     pub cut: CancellationToken,
+    retired: AtomicBool,
     active: AtomicUsize,
     agent_address: SocketAddr,
     control_token: Arc<str>,
@@ -61,6 +62,7 @@ impl Link {
             ports: Mutex::default(),
             open,
             cut: parent.child_token(),
+            retired: AtomicBool::new(false),
             active: AtomicUsize::new(0),
             agent_address: route.agent,
             control_token: Arc::clone(&route.control_token),
@@ -69,9 +71,19 @@ impl Link {
 
     /// Whether `route` leads to the sandbox that this link was made for.
     pub fn is_same_incarnation(&self, route: &Route) -> bool {
-        !self.cut.is_cancelled()
+        !self.is_retired()
             && self.agent_address == route.agent
             && self.control_token == route.control_token
+    }
+
+    /// Take no more requests: its sandbox stopped running, and what is under way ends soon.
+    pub fn retire(&self) {
+        self.retired.store(true, Ordering::Release);
+    }
+
+    /// Whether it takes no more requests. A sandbox that runs again gets a new link.
+    pub fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::Acquire) || self.cut.is_cancelled()
     }
 
     /// Connections to the agent.

@@ -16,7 +16,7 @@ use crate::body::{Cuts, EdgeBody, RequestBody, ResponseBody};
 use crate::cache::Entry;
 use crate::client_io::ConnState;
 use crate::context::RequestContext;
-use crate::control::LookupError;
+use crate::control::{LookupError, Visitor};
 use crate::errors::{Audience, EdgeError};
 use crate::exchange::{Exchange, Failure};
 use crate::framing::is_connect_stream;
@@ -24,6 +24,7 @@ use crate::headers::{
     HeadFault, REQUEST_ID_HEADER, TRAFFIC_TOKEN_HEADER, check_head, is_internal_path,
     strip_hop_by_hop, to_upstream, wanted_upgrade,
 };
+use crate::limits::QUESTIONS_PER_SANDBOX_MAX;
 use crate::metrics::{Class, METRICS, UpstreamFailure};
 use crate::routing::{AGENT_PORT, Refusal, Target, authority_of, classify};
 use crate::server::Edge;
@@ -164,12 +165,13 @@ async fn dispatch(edge: &Edge, client: &Client, job: Job) -> Result<Response<Edg
             job.context.set_sandbox(&id);
             // Refused before the look-up: the answer tells nothing about which sandboxes exist.
             refuse_internal(port, job.parts.uri.path())?;
+            let visitor = Visitor::of(&job.parts.headers, port);
             let entry = edge
                 .routes
-                .get(&id)
+                .get(&id, &visitor)
                 .await
-                .map_err(|error| lookup_error(error, &id))?;
-            to_sandbox(edge, client, job, entry, port).await
+                .map_err(|error| lookup_error(error, &id, port, &job.parts))?;
+            to_sandbox(edge, client, job, entry, port, &visitor).await
         }
         Target::Signed(file) => {
             job.context.set_class(Class::Agent);
@@ -178,11 +180,12 @@ async fn dispatch(edge: &Edge, client: &Client, job: Job) -> Result<Response<Edg
                 .by_signature(&file)
                 .await
                 .map_err(|error| match error {
-                    LookupError::NotFound => EdgeError::InvalidSignature,
                     LookupError::Unavailable(message) => EdgeError::ControlUnavailable { message },
+                    _ => EdgeError::InvalidSignature,
                 })?;
             job.context.set_sandbox(&entry.route.sandbox_id);
-            to_sandbox(edge, client, job, entry, AGENT_PORT).await
+            let visitor = Visitor::of(&job.parts.headers, AGENT_PORT);
+            to_sandbox(edge, client, job, entry, AGENT_PORT, &visitor).await
         }
         Target::Api => {
             job.context.set_class(Class::Api);
@@ -200,9 +203,21 @@ fn refuse_internal(port: u16, path: &str) -> Result<(), EdgeError> {
     Ok(())
 }
 
-fn lookup_error(error: LookupError, id: &str) -> EdgeError {
+fn lookup_error(error: LookupError, id: &str, port: u16, parts: &Parts) -> EdgeError {
+    let id = id.to_owned();
     match error {
-        LookupError::NotFound => EdgeError::SandboxNotFound { id: id.to_owned() },
+        LookupError::NotFound => EdgeError::SandboxNotFound { id },
+        LookupError::Transition => EdgeError::SandboxTransition { id },
+        LookupError::Denied if port == AGENT_PORT => EdgeError::AccessTokenInvalid,
+        LookupError::Denied => match parts.headers.get(TRAFFIC_TOKEN_HEADER) {
+            Some(value) if !value.is_empty() => EdgeError::TrafficTokenInvalid { id },
+            _ => EdgeError::TrafficTokenMissing { id },
+        },
+        LookupError::Resume(refusal) => EdgeError::ResumeRefused { id, refusal },
+        LookupError::Crowded => EdgeError::SandboxBusy {
+            id,
+            limit: QUESTIONS_PER_SANDBOX_MAX,
+        },
         LookupError::Unavailable(message) => EdgeError::ControlUnavailable { message },
     }
 }
@@ -234,6 +249,7 @@ async fn to_sandbox(
     mut job: Job,
     mut entry: Arc<Entry>,
     port: u16,
+    visitor: &Visitor,
 ) -> Result<Response<EdgeBody>, EdgeError> {
     check_traffic_token(&job.parts, &entry, port)?;
     if port == AGENT_PORT {
@@ -266,13 +282,8 @@ async fn to_sandbox(
                     edge: edge.end.clone(),
                     sandbox: entry.link.cut.clone(),
                 };
-                return Ok(answer(
-                    response,
-                    lease,
-                    exchange.wish.take(),
-                    job.context,
-                    cuts,
-                ));
+                return answer(response, lease, exchange.wish.take(), job.context, cuts)
+                    .ok_or(EdgeError::SandboxBadAnswer { id, port });
             }
             Err(failure) => failure,
         };
@@ -281,9 +292,9 @@ async fn to_sandbox(
                 METRICS.upstream_failed(UpstreamFailure::Connect);
                 entry = edge
                     .routes
-                    .refresh(&entry)
+                    .refresh(&entry, visitor)
                     .await
-                    .map_err(|error| lookup_error(error, &id))?;
+                    .map_err(|error| lookup_error(error, &id, port, exchange.parts()))?;
                 check_traffic_token(exchange.parts(), &entry, port)?;
             }
             failure => return Err(sandbox_failure(edge, &job.context, &entry, port, failure)),
@@ -318,6 +329,7 @@ fn sandbox_failure(
         }
         Failure::Cut if edge.end.is_cancelled() => EdgeError::Overloaded,
         Failure::Cut => EdgeError::SandboxNotFound { id },
+        Failure::NoAnswer(_) if context.body_is_malformed() => malformed_body(),
         Failure::NoAnswer(why) => {
             METRICS.upstream_failed(UpstreamFailure::NoAnswer);
             context.set_failure(why);
@@ -356,13 +368,8 @@ async fn to_api(
                 edge: edge.end.clone(),
                 sandbox: edge.end.clone(),
             };
-            Ok(answer(
-                response,
-                lease,
-                exchange.wish.take(),
-                job.context,
-                cuts,
-            ))
+            answer(response, lease, exchange.wish.take(), job.context, cuts)
+                .ok_or(EdgeError::ApiNoAnswer { may_repeat: false })
         }
         Err(Failure::Connect(ConnectError::Exhausted | ConnectError::Limit(_)) | Failure::Cut) => {
             Err(EdgeError::Overloaded)
@@ -377,6 +384,7 @@ async fn to_api(
                 message: format!("The control plane is not reachable: {why}"),
             })
         }
+        Err(Failure::NoAnswer(_)) if job.context.body_is_malformed() => Err(malformed_body()),
         Err(Failure::NoAnswer(why)) => {
             METRICS.upstream_failed(UpstreamFailure::NoAnswer);
             job.context.set_failure(why);
@@ -385,21 +393,36 @@ async fn to_api(
     }
 }
 
-/// Turn an upstream's answer into the client's.
+/// The client's own fault: the upstream only saw its connection end.
+fn malformed_body() -> EdgeError {
+    bad_request(
+        StatusCode::BAD_REQUEST,
+        "Malformed request: unreadable body",
+    )
+}
+
+/// Turn an upstream's answer into the client's; `None` if it left HTTP without being asked to.
 fn answer(
     response: Response<Incoming>,
     lease: crate::pool::Lease,
     wish: Option<Wish>,
     context: Arc<RequestContext>,
     cuts: Cuts,
-) -> Response<EdgeBody> {
+) -> Option<Response<EdgeBody>> {
+    let switched = response.status() == StatusCode::SWITCHING_PROTOCOLS;
+    if switched && wish.is_none() {
+        // Passed on, it would let the program speak to the client outside of HTTP.
+        METRICS.upstream_failed(UpstreamFailure::NoAnswer);
+        context.set_failure("the answer switched protocols unasked".to_owned());
+        return None;
+    }
     context.answered(response.status().as_u16());
     let mut granted = match wish {
-        Some(wish) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
+        Some(wish) if switched => {
             let id = context.id.clone();
             let mut granted = wish.grant(response, context, cuts);
             granted.headers_mut().entry(REQUEST_ID_HEADER).or_insert(id);
-            return granted;
+            return Some(granted);
         }
         _ => response,
     };
@@ -421,5 +444,5 @@ fn answer(
     head.version = Version::HTTP_11;
     let framed = framed && !body.is_end_stream();
     let body = ResponseBody::new(body, context, lease, framed, cuts);
-    Response::from_parts(head, EdgeBody::Stream(Box::new(body)))
+    Some(Response::from_parts(head, EdgeBody::Stream(Box::new(body))))
 }

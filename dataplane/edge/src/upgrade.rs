@@ -12,6 +12,7 @@ use hyper::ext::Protocol;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio::io::copy_bidirectional_with_sizes;
+use tokio_util::sync::CancellationToken;
 
 use crate::body::{Cuts, EdgeBody};
 use crate::context::RequestContext;
@@ -92,29 +93,41 @@ impl Wish {
             head.headers.insert(UPGRADE, protocol);
         }
         let client = self.client;
-        tokio::spawn(async move {
-            tokio::select! {
-                () = copy(client, upstream, &context) => {}
-                () = cuts.sandbox.cancelled() => {}
-            }
-        });
+        tokio::spawn(async move { copy(client, upstream, &context, &cuts.sandbox).await });
         Response::from_parts(head, EdgeBody::empty())
     }
 }
 
-async fn copy(client: OnUpgrade, upstream: OnUpgrade, context: &RequestContext) {
+/// Copy both ways until both ends closed, one broke, or `cut`.
+async fn copy(
+    client: OnUpgrade,
+    upstream: OnUpgrade,
+    context: &RequestContext,
+    cut: &CancellationToken,
+) {
+    let both = tokio::select! {
+        both = async { tokio::join!(client, upstream) } => both,
+        () = cut.cancelled() => return,
+    };
     // An error means that one side left during the switch; the other is closed by the drop.
-    let (Ok(client), Ok(upstream)) = tokio::join!(client, upstream) else {
+    let (Ok(client), Ok(upstream)) = both else {
         return;
     };
     METRICS.upgraded_connections.add(1);
     let (mut client, mut upstream) = (TokioIo::new(client), TokioIo::new(upstream));
     let size = UPGRADE_BUFFER_BYTES;
-    let copied = copy_bidirectional_with_sizes(&mut client, &mut upstream, size, size).await;
-    // A broken connection is how many of these end; the bytes of one that broke are not known.
-    if let Ok((sent, received)) = copied {
+    let copied = tokio::select! {
+        copied = copy_bidirectional_with_sizes(&mut client, &mut upstream, size, size) => copied.ok(),
+        () = cut.cancelled() => None,
+    };
+    if let Some((sent, received)) = copied {
         context.add_in(usize::try_from(sent).unwrap_or(usize::MAX));
         context.add_out(usize::try_from(received).unwrap_or(usize::MAX));
+    } else if context.version == Version::HTTP_11 {
+        // A broken connection is how many of these end; how many bytes went through is not known.
+        // Many protocols take an orderly end for the end of the data, so it must not look like one.
+        // (In HTTP/2 the drop resets the one stream.)
+        context.reset_client();
     }
     METRICS.upgraded_connections.sub(1);
 }

@@ -47,6 +47,65 @@ pub fn channel_body() -> (mpsc::Sender<Bytes>, Body) {
     (sender, StreamBody::new(chunks).boxed_unsync())
 }
 
+/// How the fake control plane treats a paused sandbox.
+#[derive(Clone)]
+pub enum Paused {
+    /// Resumed, once the gate is open, for this access token (agent) or traffic token (ports).
+    Wants(&'static str),
+    /// Answered so every time.
+    Answers(u16, Value),
+}
+
+/// A look-up by id.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Question {
+    pub id: String,
+    pub port: Option<String>,
+    pub access: Option<String>,
+    pub traffic: Option<String>,
+}
+
+impl Question {
+    fn of(request: &Request<Incoming>) -> Option<Self> {
+        let header = |name: &str| {
+            let value = request.headers().get(name)?;
+            Some(value.to_str().expect("text").to_owned())
+        };
+        let query = request.uri().query();
+        Some(Question {
+            id: request.uri().path().strip_prefix("/routes/")?.to_owned(),
+            port: query.and_then(|query| Some(query.strip_prefix("port=")?.to_owned())),
+            access: header("x-opendsec-access-token"),
+            traffic: header("x-opendsec-traffic-token"),
+        })
+    }
+
+    fn token(&self) -> Option<&str> {
+        if self.port.as_deref() == Some("49983") {
+            self.access.as_deref()
+        } else {
+            self.traffic.as_deref()
+        }
+    }
+}
+
+/// Counts a look-up that is dropped before it is answered.
+struct Unanswered(Arc<ControlState>, bool);
+
+impl Drop for Unanswered {
+    fn drop(&mut self) {
+        if !self.1 {
+            self.0.abandoned.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+fn refusal(status: u16, error: &Value) -> Response<Body> {
+    let mut response = Response::new(full(json!({"error": error}).to_string()));
+    *response.status_mut() = StatusCode::from_u16(status).expect("status");
+    response
+}
+
 /// What the fake control plane knows and saw.
 #[derive(Default)]
 pub struct ControlState {
@@ -57,6 +116,12 @@ pub struct ControlState {
     /// While set, look-ups wait for `gate`.
     pub gated: Mutex<bool>,
     pub gate: Notify,
+    /// Sandboxes that are paused, and what they want to be resumed.
+    pub paused: Mutex<HashMap<String, Paused>>,
+    /// Look-ups by id, as they came.
+    pub questions: Mutex<Vec<Question>>,
+    /// Look-ups whose asker left before the answer.
+    pub abandoned: AtomicUsize,
     pub streams: AtomicUsize,
 }
 
@@ -126,6 +191,25 @@ impl Control {
         self.state.routes.lock().expect("lock").remove(id);
     }
 
+    /// Pause a sandbox; its route stays, for when it is resumed.
+    pub fn pause(&self, id: &str, paused: Paused) {
+        let mut all = self.state.paused.lock().expect("lock");
+        all.insert(id.to_owned(), paused);
+    }
+
+    pub fn shut_gate(&self) {
+        *self.state.gated.lock().expect("lock") = true;
+    }
+
+    pub fn open_gate(&self) {
+        *self.state.gated.lock().expect("lock") = false;
+        self.state.gate.notify_waiters();
+    }
+
+    pub fn questions(&self) -> Vec<Question> {
+        self.state.questions.lock().expect("lock").clone()
+    }
+
     pub fn lookups(&self) -> usize {
         self.state.lookups.load(Ordering::SeqCst)
     }
@@ -168,9 +252,36 @@ async fn control_answer(
         return Ok(Response::new(body));
     }
     state.lookups.fetch_add(1, Ordering::SeqCst);
+    let mut unanswered = Unanswered(Arc::clone(&state), false);
+    let question = Question::of(&request);
+    let paused = question.as_ref().and_then(|question| {
+        let paused = state.paused.lock().expect("lock");
+        paused.get(&question.id).cloned()
+    });
+    if let Some(question) = &question {
+        state.questions.lock().expect("lock").push(question.clone());
+        let conflict = json!({"code": "sandbox_state_conflict", "message": "it is paused", "details": {"state": "paused"}});
+        let refused = match &paused {
+            Some(Paused::Answers(status, error)) => Some(refusal(*status, error)),
+            Some(Paused::Wants(_)) if question.port.is_none() => Some(refusal(409, &conflict)),
+            Some(Paused::Wants(token)) if question.token() != Some(token) => Some(refusal(
+                401,
+                &json!({"code": "unauthenticated", "message": "no"}),
+            )),
+            _ => None,
+        };
+        if let Some(refused) = refused {
+            unanswered.1 = true;
+            return Ok(refused);
+        }
+    }
     let gated = *state.gated.lock().expect("lock");
     if gated {
         state.gate.notified().await;
+    }
+    unanswered.1 = true;
+    if let Some(question) = &question {
+        state.paused.lock().expect("lock").remove(&question.id);
     }
     let id = if path == "/routes/by-signature" {
         let query = request.uri().query().unwrap_or_default().to_owned();
