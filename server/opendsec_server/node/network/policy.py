@@ -114,21 +114,25 @@ def policy_commands(policy: NetworkPolicy, *, forwarded: bool = False) -> str:
         InvalidRequest: an entry is not an IPv4 address or network.
     """
     check(policy)
+    if forwarded:
+        chain, allowed, denied = "guest_egress", "guest_allowed", "guest_denied"
+        to, refuse = "ct original ip daddr", "goto refuse"
+    else:
+        chain, allowed, denied = "egress", "allowed", "denied"
+        to, refuse = "ip daddr", REFUSE
     lines = [
-        "flush chain inet sandbox egress",
-        "flush set inet sandbox allowed",
-        "flush set inet sandbox denied",
+        f"flush chain inet sandbox {chain}",
+        f"flush set inet sandbox {allowed}",
+        f"flush set inet sandbox {denied}",
     ]
-    for name, entries in (("allowed", policy.allow), ("denied", policy.deny)):
+    for name, entries in ((allowed, policy.allow), (denied, policy.deny)):
         if entries:
             lines.append(f"add element inet sandbox {name} {{ {_elements(entries)} }}")
-    to = "ct original ip daddr" if forwarded else "ip daddr"
-    refuse = "goto refuse" if forwarded else REFUSE
-    rules = [f"{to} @allowed accept", f"{to} @denied {refuse}"]
+    rules = [f"{to} @{allowed} accept", f"{to} @{denied} {refuse}"]
     if policy.internet or policy.allow:
         rules.insert(0, f"{to} {{ {', '.join(RESOLVERS)} }} accept")
     rules.append(f"{to} @closed {refuse}")
     if policy.internet:
         rules.append("accept")
-    lines += [f"add rule inet sandbox egress {rule}" for rule in rules]
+    lines += [f"add rule inet sandbox {chain} {rule}" for rule in rules]
     return "\n".join(lines) + "\n"

@@ -45,8 +45,9 @@ SETTINGS = (
     ("net/ipv4/ip_forward", "1"),
     ("net/netfilter/nf_conntrack_tcp_loose", "0"),
     ("net/netfilter/nf_conntrack_tcp_be_liberal", "1"),
+    ("net/ipv4/icmp_ratelimit", "0"),
 )
-"""Of the namespace. ``tcp_loose`` off: a connection of another life is not taken for one of
+"""Of the namespace. ``icmp_ratelimit`` off: every refusal is told at once, also the seventh. ``tcp_loose`` off: a connection of another life is not taken for one of
 this. ``tcp_be_liberal`` on: a packet that only arrives late is none of another life, and is not
 answered with a reset."""
 
@@ -108,6 +109,8 @@ def tap_ruleset(network_cidr: str, address: str) -> str:
     address it was opened to. So a new policy holds from one packet to the next, ends what it no
     longer allows, and leaves everything else alone; nothing has to be forgotten.
 
+    Nothing is replaced, only added: to let go of a rule, the kernel waits for a grace period.
+
     * ``guard``: before connections are tracked, so that forged packets leave no trace.
     * ``inbound``, ``outbound``: the namespace itself. Nobody lives there but the monitor, which
       needs no network. A packet of an unknown connection to the slot's address ends here, because
@@ -119,8 +122,12 @@ def tap_ruleset(network_cidr: str, address: str) -> str:
     )
     unknown = "ct state invalid meta l4proto tcp reject with tcp reset"
     return f"""
-flush chain inet sandbox inbound
-flush chain inet sandbox outbound
+insert rule inet sandbox inbound iifname "{TAP}" {REFUSE}
+insert rule inet sandbox inbound {unknown}
+insert rule inet sandbox outbound drop
+insert rule inet sandbox outbound ct state invalid,untracked tcp flags & rst == rst accept
+insert rule inet sandbox outbound ct state established,related accept
+insert rule inet sandbox outbound oif lo accept
 table inet sandbox {{
   chain guard {{
     type filter hook prerouting priority -300; policy accept;
@@ -135,25 +142,17 @@ table inet sandbox {{
     type nat hook postrouting priority 100; policy accept;
     oifname "eth0" ip saddr {GUEST_ADDRESS} snat ip to {address}
   }}
-  chain inbound {{
-    iif lo accept
-    ct state established,related accept
-    {unknown}
-    iifname "{TAP}" {REFUSE}
-  }}
-  chain outbound {{
-    oif lo accept
-    ct state established,related accept
-    ct state invalid,untracked tcp flags & rst == rst accept
-  }}
+  set guest_allowed {{ type ipv4_addr; flags interval; }}
+  set guest_denied {{ type ipv4_addr; flags interval; }}
+  chain guest_egress {{ }}
   chain refuse {{
     ct state established meta l4proto tcp reject with tcp reset
     {REFUSE}
   }}
   chain judge {{
-    {dns} jump egress
+    {dns} jump guest_egress
     ct original ip daddr {{ {", ".join(METADATA)}, {network_cidr} }} goto refuse
-    jump egress
+    jump guest_egress
     goto refuse
   }}
   chain from_guest {{
