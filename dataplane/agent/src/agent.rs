@@ -64,9 +64,29 @@ impl EndReason {
     }
 }
 
+/// Which connections are of the time before the sandbox was restored. Numbers are given in the
+/// order of acceptance.
+#[derive(Clone, Copy, Default)]
+pub struct Cut {
+    /// Those with a lower number are cut.
+    before: u64,
+    /// But not this one: it brought the news.
+    but: u64,
+}
+
+impl Cut {
+    /// Whether the connection of this number is cut.
+    pub fn hits(self, connection: u64) -> bool {
+        connection < self.before && connection != self.but
+    }
+}
+
 /// The agent: shared by all connections.
 pub struct Agent {
     settings: Mutex<Settings>,
+    /// Connections that are to be dropped at once.
+    cut: watch::Sender<Cut>,
+    connections: AtomicU64,
     /// Set once the sandbox ends; streams wait on it.
     pub ending: watch::Sender<Option<EndReason>>,
     /// Running and lately ended processes.
@@ -100,6 +120,9 @@ impl Agent {
     ) -> Self {
         Self {
             settings: Mutex::default(),
+            cut: watch::Sender::new(Cut::default()),
+            // 0 is nobody's number.
+            connections: AtomicU64::new(1),
             ending: watch::Sender::new(None),
             processes,
             watchers: WatcherTable::default(),
@@ -118,6 +141,29 @@ impl Agent {
     /// The settings, locked. Never hold the guard across an await.
     pub fn settings(&self) -> MutexGuard<'_, Settings> {
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of a connection that has just been accepted.
+    pub fn number_connection(&self) -> u64 {
+        self.connections.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Drops all connections but one: their other ends belong to another sandbox, or are gone.
+    pub fn drop_connections(&self, but: u64) {
+        let before = self.connections.load(Ordering::Relaxed);
+        self.cut.send_replace(Cut { before, but });
+    }
+
+    /// Whether a connection is cut.
+    pub fn is_cut(&self, connection: u64) -> bool {
+        self.cut.borrow().hits(connection)
+    }
+
+    /// Waits until a connection is cut.
+    pub async fn cut(&self, connection: u64) {
+        let mut cut = self.cut.subscribe();
+        // The sender lives as long as the agent.
+        let _ = cut.wait_for(|cut| cut.hits(connection)).await.map(drop);
     }
 
     /// Notes a sign of life from a client.

@@ -3,9 +3,11 @@
 //! they need the control token.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Instant;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use hyper::body::Incoming;
 use hyper::header::HeaderMap;
 use hyper::{Method, Request, StatusCode};
@@ -14,8 +16,12 @@ use serde::Deserialize;
 use crate::agent::{Agent, EndReason};
 use crate::auth::{CONTROL_HEADER, Secret};
 use crate::connect::call::{parse, read_whole};
+use crate::http::Via;
 use crate::http::body::{Reply, error, json, status_only};
 use crate::http::query::Query;
+use crate::sys::pool;
+use crate::vm::clock::Timestamp;
+use crate::vm::{entropy, identity};
 use crate::{setup, tunnel};
 
 /// Shortest control token that is taken; it must not be guessable from inside.
@@ -46,6 +52,14 @@ struct Init {
     template_id: Option<String>,
     hostname: Option<String>,
     limits: Option<Limits>,
+    /// The sandbox has just been made or woken from saved memory.
+    restored: bool,
+    /// The node's time now, RFC 3339. Virtual machines only, as the next one.
+    timestamp: Option<String>,
+    /// Fresh random bytes, base64.
+    entropy: Option<String>,
+    machine_id: Option<String>,
+    boot_id: Option<String>,
 }
 
 #[derive(Default, Deserialize)]
@@ -76,27 +90,33 @@ pub fn owns(path: &str) -> bool {
 }
 
 /// Serves such a path.
-pub async fn serve(agent: Arc<Agent>, local: SocketAddr, request: Request<Incoming>) -> Reply {
+pub async fn serve(agent: Arc<Agent>, via: Via, request: Request<Incoming>) -> Reply {
     if let Err(refusal) = authorize(&agent, request.uri().path(), request.headers()) {
         return refusal.into();
     }
     let path = request.uri().path().to_owned();
     match (request.method(), path.as_str()) {
-        (&Method::POST, "/init") => init(&agent, request).await,
+        (&Method::POST, "/init") => init(&agent, via, request).await,
         (&Method::GET, "/opendsec/status") => status(&agent),
         (&Method::POST, "/opendsec/terminate") => terminate(&agent, request).await,
+        (&Method::POST, "/opendsec/sync") => sync().await,
         (&Method::GET, "/opendsec/tunnel") => {
             let query = Query::parse(request.uri().query());
             let port = query.get("port").and_then(|text| text.parse::<u16>().ok());
-            tunnel::serve(agent, local, port, request).await
+            tunnel::serve(agent, via, port, request).await
         }
         (&Method::POST, path) if VM_ONLY.contains(&path) => error(
             StatusCode::NOT_IMPLEMENTED,
             "this sandbox is no virtual machine",
         ),
-        (_, "/init" | "/opendsec/status" | "/opendsec/terminate" | "/opendsec/tunnel") => {
-            error(StatusCode::METHOD_NOT_ALLOWED, "method not allowed")
-        }
+        (
+            _,
+            "/init"
+            | "/opendsec/status"
+            | "/opendsec/sync"
+            | "/opendsec/terminate"
+            | "/opendsec/tunnel",
+        ) => error(StatusCode::METHOD_NOT_ALLOWED, "method not allowed"),
         _ => error(StatusCode::NOT_FOUND, "not found"),
     }
 }
@@ -118,7 +138,8 @@ fn authorize(agent: &Agent, path: &str, headers: &HeaderMap) -> Result<(), Refus
     }
 }
 
-async fn init(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {
+async fn init(agent: &Arc<Agent>, via: Via, request: Request<Incoming>) -> Reply {
+    let received = Instant::now();
     let headers = request.headers().clone();
     let body = match read_whole(agent, request.into_body()).await {
         Ok(body) => body,
@@ -128,20 +149,20 @@ async fn init(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {
         Ok(init) => init,
         Err(err) => return error(StatusCode::BAD_REQUEST, err.message),
     };
-    let system = setup::SystemSetup {
-        sandbox_id: init.sandbox_id.clone(),
-        template_id: init.template_id.clone(),
-        hostname: init.hostname.take(),
-        ca_bundle: init.ca_bundle.take(),
+    let system = match system_setup(&mut init, received) {
+        Ok(system) => system,
+        Err(refusal) => return refusal.into(),
     };
+    let restored = init.restored;
     // Reading the body took time: two first calls may have raced, and only one may win.
     if let Err(refusal) = authorize(agent, "/init", &headers).and_then(|()| apply(agent, init)) {
         return refusal.into();
     }
+    if restored {
+        agent.drop_connections(via.connection);
+    }
     if agent.is_init
-        && let Err(err) = tokio::task::spawn_blocking(move || system.apply())
-            .await
-            .unwrap_or_else(|err| Err(std::io::Error::other(err)))
+        && let Err(err) = pool::run(move || system.apply()).await.flatten()
     {
         return error(
             StatusCode::INTERNAL_SERVER_ERROR,
@@ -157,6 +178,38 @@ async fn init(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {
         woken
     });
     status_only(StatusCode::NO_CONTENT)
+}
+
+/// The part of an `/init` that concerns the system, taken out of it.
+fn system_setup(init: &mut Init, received: Instant) -> Result<setup::SystemSetup, Refusal> {
+    let bad = |what| Refusal(StatusCode::BAD_REQUEST, what);
+    let valid = |id: &Option<String>, check: fn(&str) -> bool| id.as_deref().is_none_or(check);
+    if !valid(&init.machine_id, identity::is_machine_id) {
+        return Err(bad("machineId is not 32 hexadecimal digits"));
+    }
+    if !valid(&init.boot_id, identity::is_boot_id) {
+        return Err(bad("bootId is no UUID"));
+    }
+    let timestamp = init
+        .timestamp
+        .take()
+        .map(|text| Timestamp::parse(&text, received).ok_or(bad("timestamp is no RFC 3339 time")));
+    let entropy = init.entropy.take().map(|text| {
+        let bytes = STANDARD.decode(text).unwrap_or_default();
+        let fits = (1..=entropy::BYTES_MAX).contains(&bytes.len());
+        fits.then_some(bytes)
+            .ok_or(bad("entropy must be 1 to 512 bytes in base64"))
+    });
+    Ok(setup::SystemSetup {
+        sandbox_id: init.sandbox_id.clone(),
+        template_id: init.template_id.clone(),
+        hostname: init.hostname.take(),
+        ca_bundle: init.ca_bundle.take(),
+        timestamp: timestamp.transpose()?,
+        entropy: entropy.transpose()?,
+        machine_id: init.machine_id.take(),
+        boot_id: init.boot_id.take(),
+    })
 }
 
 fn apply(agent: &Agent, init: Init) -> Result<(), Refusal> {
@@ -222,6 +275,17 @@ fn status(agent: &Agent) -> Reply {
         "processes": agent.processes.live_count(),
     });
     json(StatusCode::OK, body.to_string())
+}
+
+/// Brings everything that programs have written to the disk.
+async fn sync() -> Reply {
+    match pool::run(setup::sync).await.flatten() {
+        Ok(()) => status_only(StatusCode::NO_CONTENT),
+        Err(err) => error(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            format!("writing to the disk: {err}"),
+        ),
+    }
 }
 
 async fn terminate(agent: &Arc<Agent>, request: Request<Incoming>) -> Reply {

@@ -22,6 +22,7 @@ mod sys;
 mod testing;
 mod tunnel;
 mod users;
+mod vm;
 
 use std::io;
 use std::net::SocketAddr;
@@ -39,6 +40,9 @@ const LISTEN_DEFAULT: &str = "0.0.0.0:49983";
 const USAGE: &str = "usage: opendsec-agent [--listen ADDRESS:PORT] [--version]";
 
 fn main() -> ExitCode {
+    if vm::is_wanted() {
+        init_of_vm();
+    }
     let listen = match parse_args(std::env::args().skip(1)) {
         Ok(Some(listen)) => listen,
         Ok(None) => return ExitCode::SUCCESS,
@@ -54,6 +58,18 @@ fn main() -> ExitCode {
             eprintln!("opendsec-agent: {err}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// The agent as the init of a virtual machine. Words of the kernel's command line that the kernel
+/// does not know come as arguments, so those are not looked at.
+fn init_of_vm() -> ! {
+    vm::boot_or_stop();
+    init::prepare();
+    let address = LISTEN_DEFAULT.parse().map_err(io::Error::other);
+    match address.and_then(run) {
+        Ok(()) => vm::stop(),
+        Err(err) => vm::stop_with(&err.to_string()),
     }
 }
 

@@ -7,6 +7,9 @@ use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use crate::vm::clock::Timestamp;
+use crate::vm::{self, entropy, identity};
+
 /// Says to programs that they run in a sandbox.
 pub const ENV_SANDBOX: &str = "E2B_SANDBOX";
 /// The sandbox's id.
@@ -34,6 +37,14 @@ pub struct SystemSetup {
     pub hostname: Option<String>,
     /// PEM certificates to trust.
     pub ca_bundle: Option<String>,
+    /// The time. In a container it is the node's anyway, so it is not looked at there.
+    pub timestamp: Option<Timestamp>,
+    /// Fresh randomness; not looked at in a container either.
+    pub entropy: Option<Vec<u8>>,
+    /// New content of `/etc/machine-id`, where there is such a file.
+    pub machine_id: Option<String>,
+    /// New boot id of a virtual machine.
+    pub boot_id: Option<String>,
 }
 
 impl SystemSetup {
@@ -41,9 +52,17 @@ impl SystemSetup {
     ///
     /// Errors: what the disk says. A refused host name is no error.
     pub fn apply(&self) -> io::Result<()> {
+        // First what must not be wrong for a moment longer than it has to be.
+        if let Some(vm) = vm::current() {
+            self.renew(vm)?;
+        }
         self.write_facts(Path::new(FACTS_DIR))?;
         if let Some(name) = self.hostname.as_deref().filter(|name| !name.is_empty()) {
             let _ = rustix::system::sethostname(name.as_bytes());
+            tell("host name", identity::rename_host(Path::new("/etc"), name));
+        }
+        if let Some(id) = &self.machine_id {
+            tell("machine id", identity::set_machine_id(Path::new("/"), id));
         }
         match self
             .ca_bundle
@@ -56,6 +75,22 @@ impl SystemSetup {
         }
     }
 
+    /// What only the init of its own kernel can do.
+    fn renew(&self, vm: &vm::Vm) -> io::Result<()> {
+        let what =
+            |what: &str, err: io::Error| io::Error::new(err.kind(), format!("{what}: {err}"));
+        if let Some(entropy) = &self.entropy {
+            entropy::add(&vm.random, entropy).map_err(|err| what("entropy", err))?;
+        }
+        if let Some(timestamp) = self.timestamp {
+            timestamp.apply().map_err(|err| what("clock", err))?;
+        }
+        if let Some(id) = &self.boot_id {
+            tell("boot id", vm.boot_id.set(id));
+        }
+        Ok(())
+    }
+
     fn write_facts(&self, dir: &Path) -> io::Result<()> {
         fs::create_dir_all(dir)?;
         fs::write(dir.join(".E2B_SANDBOX"), "true")?;
@@ -66,6 +101,24 @@ impl SystemSetup {
             fs::write(dir.join(".E2B_TEMPLATE_ID"), id)?;
         }
         Ok(())
+    }
+}
+
+/// A sandbox whose disk is full, or that has taken its `/proc` apart, still gets its new tokens and
+/// its clock: a name that cannot be written is told on the console.
+fn tell(what: &str, done: io::Result<()>) {
+    if let Err(err) = done {
+        eprintln!("opendsec-agent: {what}: {err}");
+    }
+}
+
+/// Brings everything that is written to the disk. In a container that is its own file system only.
+///
+/// Errors: what the disk says.
+pub fn sync() -> io::Result<()> {
+    match vm::current() {
+        Some(vm) => vm.sync(),
+        None => Ok(rustix::fs::syncfs(std::fs::File::open("/")?)?),
     }
 }
 
@@ -123,6 +176,10 @@ mod tests {
             template_id: None,
             hostname: None,
             ca_bundle: None,
+            timestamp: None,
+            entropy: None,
+            machine_id: None,
+            boot_id: None,
         };
         setup.write_facts(&dir.path().join("e2b")).unwrap();
         let read = |name: &str| fs::read_to_string(dir.path().join("e2b").join(name));

@@ -15,15 +15,16 @@ use tokio::net::TcpStream;
 
 use self::counted::Counted;
 use crate::agent::{Agent, StreamGuard};
+use crate::http::Via;
 use crate::http::body::{Reply, error, json, status_only};
 use crate::limits::{TUNNEL_BUFFER_BYTES, TUNNEL_CONNECT_TIMEOUT};
 
 const PROTOCOL: &str = "opendsec-tunnel";
 
-/// Opens a tunnel. `local` is the address that the caller reached, so the sandbox's own.
+/// Opens a tunnel.
 pub async fn serve(
     agent: Arc<Agent>,
-    local: SocketAddr,
+    via: Via,
     port: Option<u16>,
     mut request: Request<Incoming>,
 ) -> Reply {
@@ -55,7 +56,7 @@ pub async fn serve(
         Err(err) => return error(StatusCode::SERVICE_UNAVAILABLE, err.message),
     };
     agent.touch();
-    let Ok(target) = connect(local.ip(), port).await else {
+    let Ok(target) = connect(via.local.ip(), port).await else {
         let body = serde_json::json!({
             "code": "port_not_open",
             "message": format!("nothing listens on port {port} in the sandbox"),
@@ -63,7 +64,7 @@ pub async fn serve(
         return json(StatusCode::BAD_GATEWAY, body.to_string());
     };
     let upgrade = hyper::upgrade::on(&mut request);
-    tokio::spawn(copy(agent, upgrade, target, guard));
+    tokio::spawn(copy(agent, via, upgrade, target, guard));
     let mut reply = status_only(StatusCode::SWITCHING_PROTOCOLS);
     reply
         .headers_mut()
@@ -98,7 +99,13 @@ async fn connect(own: IpAddr, port: u16) -> io::Result<TcpStream> {
     Err(last)
 }
 
-async fn copy(agent: Arc<Agent>, upgrade: OnUpgrade, mut target: TcpStream, _guard: StreamGuard) {
+async fn copy(
+    agent: Arc<Agent>,
+    via: Via,
+    upgrade: OnUpgrade,
+    mut target: TcpStream,
+    _guard: StreamGuard,
+) {
     let Ok(upgraded) = upgrade.await else { return };
     let _ = target.set_nodelay(true);
     let mut client = Counted {
@@ -114,6 +121,7 @@ async fn copy(agent: Arc<Agent>, upgrade: OnUpgrade, mut target: TcpStream, _gua
     tokio::select! {
         _ = pump => {}
         _ = agent.ended() => {}
+        () = agent.cut(via.connection) => {}
     }
 }
 

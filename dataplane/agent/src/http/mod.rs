@@ -2,6 +2,7 @@
 //! The HTTP server: connections, routing, who may pass.
 
 pub mod body;
+mod connection;
 mod cors;
 pub mod query;
 
@@ -18,6 +19,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use self::body::{Reply, ReplyResult, error, status_only};
+use self::connection::Connection;
 use crate::agent::{Agent, EndReason};
 use crate::auth::ACCESS_HEADER;
 use crate::limits::{
@@ -45,29 +47,50 @@ pub async fn serve(listener: TcpListener, agent: Arc<Agent>) {
     }
 }
 
+/// The way that a request came.
+#[derive(Clone, Copy, Debug)]
+pub struct Via {
+    /// The sandbox's own address that the client reached.
+    pub local: SocketAddr,
+    /// The number of the connection.
+    pub connection: u64,
+}
+
 async fn serve_connection(stream: TcpStream, agent: Arc<Agent>) {
+    let number = agent.number_connection();
     let _ = stream.set_nodelay(true);
     // A peer that vanished without a word is found out, whatever the request is doing.
     let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
     let Ok(local) = stream.local_addr() else {
         return;
     };
-    let service = service_fn(move |request| answer(Arc::clone(&agent), local, request));
-    // An error here is the client's: it broke off or spoke no HTTP.
-    let _ = http1::Builder::new()
+    let via = Via {
+        local,
+        connection: number,
+    };
+    let known = Arc::clone(&agent);
+    let service = service_fn(move |request| answer(Arc::clone(&known), via, request));
+    let serving = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(REQUEST_HEAD_TIMEOUT)
         .max_buf_size(CONNECTION_BUFFER_BYTES_MAX)
-        .serve_connection(TokioIo::new(stream), service)
-        .with_upgrades()
-        .await;
+        .serve_connection(
+            TokioIo::new(Connection::new(stream, Arc::clone(&agent), number)),
+            service,
+        )
+        .with_upgrades();
+    tokio::select! {
+        // An error here is the client's: it broke off or spoke no HTTP.
+        _ = serving => {}
+        () = agent.cut(number) => {}
+    }
 }
 
-async fn answer(agent: Arc<Agent>, local: SocketAddr, request: Request<Incoming>) -> ReplyResult {
+async fn answer(agent: Arc<Agent>, via: Via, request: Request<Incoming>) -> ReplyResult {
     let with_origin = request.headers().contains_key(ORIGIN);
     let mut reply = match cors::preflight(request.method(), request.headers()) {
         Some(reply) => reply,
-        None => route(agent, local, request).await,
+        None => route(agent, via, request).await,
     };
     if with_origin {
         cors::open(&mut reply);
@@ -75,13 +98,13 @@ async fn answer(agent: Arc<Agent>, local: SocketAddr, request: Request<Incoming>
     Ok(reply)
 }
 
-async fn route(agent: Arc<Agent>, local: SocketAddr, request: Request<Incoming>) -> Reply {
+async fn route(agent: Arc<Agent>, via: Via, request: Request<Incoming>) -> Reply {
     let path = request.uri().path().to_owned();
     if path == "/health" {
         return health(&agent, request.method());
     }
     if control::owns(&path) {
-        return control::serve(agent, local, request).await;
+        return control::serve(agent, via, request).await;
     }
     if let Some(refusal) = gate(&agent, &path, &request) {
         return refusal;
