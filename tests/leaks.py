@@ -91,6 +91,26 @@ def _loops(roots: tuple[Path, ...]) -> set[str]:
     return found
 
 
+_SWAP_LABEL_AT = 1052
+"""Of a swap header: 1,024 bytes of boot block, three numbers, an id of 16 bytes."""
+
+
+def _swaps(instance: str | None, roots: tuple[Path, ...]) -> set[str]:
+    """Active swap: zram with our label, files below the roots; and labelled zram at rest."""
+    found = set()
+    for line in _text(Path("/proc/swaps")).splitlines()[1:]:
+        file = line.split()[0]
+        if not Path(file).name.startswith("zram") and any(file.startswith(str(r)) for r in roots):
+            found.add(f"swap file {file}")
+    for device in Path("/dev").glob("zram*"):
+        with contextlib.suppress(OSError), device.open("rb") as raw:
+            raw.seek(_SWAP_LABEL_AT)
+            label = raw.read(16).rstrip(b"\0").decode(errors="replace")
+            if label == f"opendsec-{instance}" or (not instance and label.startswith("opendsec-")):
+                found.add(f"swap device {device} ({label})")
+    return found
+
+
 def _namespaces() -> set[str]:
     """Network namespaces that some process lives in."""
     found = set()
@@ -131,6 +151,7 @@ class Snapshot:
             | _control_groups(instance)
             | _loops(roots)
             | _files(roots)
+            | _swaps(instance, roots)
         )
         if instance is None:
             seen |= _namespaces()

@@ -60,6 +60,12 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     sandboxes_max: int = 4_096
     disk_pool_mb: int = 0
     """Size of the sandbox disk pool (sparse). 0: 80 % of the free space at first start."""
+    pause_swap: Literal["none", "zram", "file"] = "none"
+    """Where the memory of paused containers goes. zram: compressed, in memory. file: in
+    ``state_dir``. none: only to swap that the host has anyway; without any, a pause frees caches.
+    The kernel uses it for the whole host, after swap that is there already."""
+    pause_swap_mb: int = 0
+    """Its size; of zram, before compression. 0: none."""
     user_namespaces: Literal["auto", "off"] = "auto"
     dns_servers: tuple[str, ...] = ()
     """Resolvers for sandboxes. Empty: those of the host."""

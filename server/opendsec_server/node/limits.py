@@ -24,8 +24,36 @@ AGENT_TERMINATE_TIMEOUT_S = 0.15
 KILL_WAIT_S = 10.0
 """How long the processes of a killed sandbox may take to go before teardown goes on."""
 
+AGENT_SYNC_TIMEOUT_S = 20.0
+"""How long a virtual machine may take to write out its disk."""
+
+GUEST_CONNECT_TIMEOUT_S = 0.1
+"""One attempt to reach the agent of a booting machine, whose network drops what comes too early."""
+
+START_BUDGET_EMULATED_S = 180.0
+"""Instead of ``START_BUDGET_S`` where guests are emulated: many may boot at once."""
+
+VMM_MEMORY_OVERHEAD_MB = 256
+"""What a VMM may take beside the guest's memory before its control group stops it."""
+
+VMM_PIDS_MAX = 256
+"""Threads of one VMM."""
+
+TEMPLATE_RETRY_S = 60.0
+"""When a template's memory could not be made: how long creates boot instead."""
+
 FREEZE_WAIT_S = 5.0
 """How long the processes of a sandbox may take to stand still."""
+
+RECLAIM_STEP_BYTES = 64 * 1024 * 1024
+RECLAIM_STEP_BYTES_MIN = 1024 * 1024
+RECLAIM_STEPS_MAX = 16_384
+"""A pause takes memory back in steps, so that it can be given up between two of them. A step that
+brings less than the minimum is the last. 1 TiB at most."""
+
+SWAP_CALL_TIMEOUT_S = 30.0
+SWAP_OFF_TIMEOUT_S = 600.0
+"""Making and adding swap; and removing it, for which all of it is read back into memory."""
 
 MEMORY_AVAILABLE_FLOOR_BYTES = 256 * 1024 * 1024
 """Below this, the node takes no new sandbox: the host itself would be in danger."""

@@ -6,7 +6,7 @@ The OCI runtime makes the groups and sets the limits; this package watches, kill
 
 from __future__ import annotations
 
-from .base import CgroupSet, Usage
+from .base import CgroupSet, MemoryNow, Usage
 from .detect import detect, host_mount_table
 
-__all__ = ["CgroupSet", "Usage", "detect", "host_mount_table"]
+__all__ = ["CgroupSet", "MemoryNow", "Usage", "detect", "host_mount_table"]

@@ -47,9 +47,10 @@ SETTINGS = (
     ("net/netfilter/nf_conntrack_tcp_be_liberal", "1"),
     ("net/ipv4/icmp_ratelimit", "0"),
 )
-"""Of the namespace. ``icmp_ratelimit`` off: every refusal is told at once, also the seventh. ``tcp_loose`` off: a connection of another life is not taken for one of
+"""Of the namespace. ``tcp_loose`` off: a connection of another life is not taken for one of
 this. ``tcp_be_liberal`` on: a packet that only arrives late is none of another life, and is not
-answered with a reset."""
+answered with a reset. ``icmp_ratelimit`` off: every refusal is told at once, not only the first
+six."""
 
 
 def _mac_text(raw: bytes) -> str:
