@@ -307,7 +307,10 @@ class SnapshotDamaged(PlatformError):
     """What was saved does not match its checksum or is cut short. It was not used."""
 
     code = "snapshot_damaged"
-    default_remediation = "Delete the snapshot and take it again. A paused sandbox can be resumed from its disk alone."
+    default_remediation = (
+        "Delete the snapshot and take it again. "
+        "A paused sandbox can be resumed from its disk alone."
+    )
 
 
 class SnapshotIncompatible(PlatformError):

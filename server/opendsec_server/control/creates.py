@@ -9,21 +9,20 @@ be settled with the node later: adopted when it runs, failed otherwise.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import structlog
 
 from opendsec_server.contract.errors import (
     IdempotencyInProgress,
-    IdempotencyMismatch,
     IdempotencyOutcomeUnknown,
     Internal,
+    InvalidRequest,
     NodeUnavailable,
-    NotSupported,
     OpendsecError,
     SandboxNotFound,
     StateConflict,
@@ -31,7 +30,7 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.contract.ids import new_sandbox_id
 from opendsec_server.contract.limits import START_BUDGET_S
-from opendsec_server.contract.node import NodeClient, NodeInfo, SandboxSpec
+from opendsec_server.contract.node import Backend, NodeClient, NodeEvent, NodeInfo, SandboxSpec
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.store.creates import begin_create
 from opendsec_server.store.records import (
@@ -39,15 +38,17 @@ from opendsec_server.store.records import (
     IdempotencyRow,
     SandboxRecord,
     StateChange,
-    Template,
 )
 from opendsec_server.store.sandboxes import get_sandbox
 from opendsec_server.store.store import Store
 
+from .attempts import Attempts
+from .backends import Backends
 from .iam import Caller
-from .ledger import Ledger, change_from_status
+from .ledger import Ledger, change_from_status, with_status
 from .metrics import ControlMetrics
 from .params import CreateParams, check_params
+from .snapshots import Origin, Snapshots
 from .templates import Templates
 from .tokens import TokenMint
 
@@ -55,7 +56,6 @@ log = structlog.get_logger(__name__)
 
 FOREIGN_ATTEMPT_S = 2 * START_BUDGET_S
 """A pending create of another process is left alone for this long."""
-STOP_WAIT_S = 5.0
 RECORDED_KEPT_MAX = 4_096
 """Starts remembered, until the node's events about them have come."""
 
@@ -68,9 +68,13 @@ class Created(msgspec.Struct, kw_only=True, frozen=True):
     """It was made by an earlier call with the same key."""
 
 
-class _Attempt(msgspec.Struct, kw_only=True, frozen=True):
-    claim: IdempotencyClaim
-    task: asyncio.Task[Created]
+class _InFlight:
+    """A create of this process that is under way."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self.moved_on = False
+        """The node told of a state that comes after the start."""
 
 
 class Creates:
@@ -84,6 +88,8 @@ class Creates:
         node_info: NodeInfo,
         mint: TokenMint,
         templates: Templates,
+        snapshots: Snapshots,
+        backends: Backends,
         ledger: Ledger,
         metrics: ControlMetrics,
     ) -> None:
@@ -92,19 +98,29 @@ class Creates:
         self._node_info = node_info
         self._mint = mint
         self._templates = templates
+        self._snapshots = snapshots
+        self._backends = backends
         self._ledger = ledger
         self._metrics = metrics
         self._started_at = time.time()
-        self._attempts: dict[tuple[str, str], _Attempt] = {}
-        self._in_flight: dict[str, asyncio.Event] = {}
+        self.attempts: Attempts[Created] = Attempts("create")
+        self._in_flight: dict[str, _InFlight] = {}
         self._unsettled: set[str] = set()
         self._recorded: OrderedDict[str, None] = OrderedDict()
-        self._tasks: set[asyncio.Task[Created]] = set()
 
-    def records_start(self, sandbox_id: str) -> bool:
-        """Whether this process itself records that the sandbox started, so that the node's
-        event about it is no news."""
-        return sandbox_id in self._in_flight or sandbox_id in self._recorded
+    def is_own_start(self, event: NodeEvent) -> bool:
+        """Whether an event tells of a start that this process records itself, together with its
+        key. Call it with every event, in order: a later ``running`` is the end of a pause."""
+        name = event.sandbox_id
+        in_flight = self._in_flight.get(name)
+        if event.state not in (State.STARTING, State.RUNNING):
+            self._recorded.pop(name, None)
+            if in_flight is not None:
+                in_flight.moved_on = True
+            return False
+        if in_flight is not None:
+            return not in_flight.moved_on
+        return name in self._recorded
 
     def in_flight(self, sandbox_id: str) -> bool:
         """Whether this process is making the sandbox right now, and will record the outcome."""
@@ -112,10 +128,10 @@ class Creates:
 
     async def wait_for(self, sandbox_id: str) -> bool:
         """Wait until a create in this process is over. False: there was none."""
-        over = self._in_flight.get(sandbox_id)
-        if over is None:
+        in_flight = self._in_flight.get(sandbox_id)
+        if in_flight is None:
             return False
-        await over.wait()
+        await in_flight.over.wait()
         return True
 
     async def create(
@@ -141,25 +157,27 @@ class Creates:
             NodeUnavailable: the outcome is not known; it is settled later.
         """
         check_params(params)
-        if key is None:
-            return await asyncio.shield(self._spawn(self._create(caller, params, None)))
-        claim = IdempotencyClaim(key=key, params_sha256=params.sha256())
-        place = (caller.project_id, key)
-        attempt = self._attempts.get(place)
-        if attempt is not None:
-            if attempt.claim != claim:
-                raise IdempotencyMismatch("this idempotency key is in use with other parameters")
-            if not join:
-                raise IdempotencyInProgress(
-                    "the first request with this idempotency key is still running",
-                    retry_after_s=1,
-                )
-            created = await asyncio.shield(attempt.task)
-            return msgspec.structs.replace(created, replayed=True)
-        task = self._spawn(self._create(caller, params, claim))
-        self._attempts[place] = _Attempt(claim=claim, task=task)
-        task.add_done_callback(lambda _: self._attempts.pop(place))
-        return await asyncio.shield(task)
+        claim = None if key is None else IdempotencyClaim(key=key, params_sha256=params.sha256())
+        created, joined = await self.attempts.run(
+            lambda: self._create(caller, params, claim),
+            project_id=caller.project_id,
+            claim=claim,
+            join=join,
+        )
+        return msgspec.structs.replace(created, replayed=True) if joined else created
+
+    async def make_child(self, record: SandboxRecord) -> SandboxRecord:
+        """Make a sandbox of a fork, from a record that the fork filled in.
+
+        Raises:
+            QuotaExceeded, NodeFull, SandboxStartFailed, StartTimeout, StateConflict,
+                SnapshotNotFound, SnapshotDamaged, SnapshotIncompatible: nothing runs.
+            StoreUnavailable: nothing was made.
+            NodeUnavailable: the outcome is not known; it is settled later.
+        """
+        with self._flying(record.sandbox_id):
+            await begin_create(self._store, record, None)
+            return await self._make(record)
 
     async def settle(self, record: SandboxRecord) -> SandboxRecord:
         """Ask the node what became of a create whose end was not seen, and record it.
@@ -190,48 +208,53 @@ class Creates:
 
     async def stop(self) -> None:
         """Give running creates a moment to end. Those that do not are settled at the next start."""
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=STOP_WAIT_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
-
-    def _backends(self) -> list[str]:
-        return [backend.name for backend in self._node_info.backends]
+        await self.attempts.stop()
 
     # --- one attempt --------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, Created]) -> asyncio.Task[Created]:
-        task = asyncio.create_task(work, name="create")
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Created]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            # Taken here, or asyncio complains when the caller has gone away.
-            task.exception()
+    @contextlib.contextmanager
+    def _flying(self, sandbox_id: str) -> Iterator[None]:
+        in_flight = self._in_flight[sandbox_id] = _InFlight()
+        try:
+            yield
+        finally:
+            del self._in_flight[sandbox_id]
+            in_flight.over.set()
 
     async def _create(
         self, caller: Caller, params: CreateParams, claim: IdempotencyClaim | None
     ) -> Created:
-        if params.backend not in self._backends():
-            raise NotSupported(
-                f"backend `{params.backend}` is not available on this server",
-                details={"available": self._backends()},
+        async with self._snapshots.using(caller, params.template) as origin:
+            backend = self._backend_of(params, origin)
+            _check_sizes(params, origin)
+            return await self._create_from(caller, params, origin, backend, claim)
+
+    def _backend_of(self, params: CreateParams, origin: Origin) -> Backend:
+        if origin.backend is None:
+            return self._backends.known(params.backend or self._backends.default).name
+        if params.backend not in (None, origin.backend):
+            raise InvalidRequest(
+                f"backend: `{origin.name}` was made by backend `{origin.backend}`, and "
+                f"`{params.backend}` cannot start it",
+                remediation=f"Leave backend out, or ask for `{origin.backend}`.",
+                details={"backend": params.backend, "made_by": origin.backend},
             )
-        template = await self._templates.resolve(caller, params.template)
+        return self._backends.known(origin.backend).name
+
+    async def _create_from(
+        self,
+        caller: Caller,
+        params: CreateParams,
+        origin: Origin,
+        backend: Backend,
+        claim: IdempotencyClaim | None,
+    ) -> Created:
         while True:
-            record = self._new_record(caller, params, template)
-            over = self._in_flight[record.sandbox_id] = asyncio.Event()
-            try:
+            record = self._new_record(caller, params, origin, backend)
+            with self._flying(record.sandbox_id):
                 earlier = await begin_create(self._store, record, claim)
                 if earlier is None:
-                    return Created(record=await self._make(record, template), replayed=False)
-            finally:
-                del self._in_flight[record.sandbox_id]
-                over.set()
+                    return Created(record=await self._make(record), replayed=False)
             known = await self._outcome_of(earlier)
             if not (earlier.outcome == "pending" and known.state in TERMINAL):
                 return Created(record=known, replayed=True)
@@ -257,61 +280,76 @@ class Creates:
             ) from exc
 
     def _new_record(
-        self, caller: Caller, params: CreateParams, template: Template
+        self, caller: Caller, params: CreateParams, origin: Origin, backend: Backend
     ) -> SandboxRecord:
         now = time.time()
         return SandboxRecord(
             sandbox_id=new_sandbox_id(self._node_info.node_id),
             project_id=caller.project_id,
             node_id=self._node_info.node_id,
-            template_id=template.template_id,
-            template=template.name,
-            backend=params.backend,
+            template_id=origin.template_id,
+            template=origin.name,
+            backend=backend,
             state=State.PENDING,
-            cpu=template.cpu if params.cpu is None else params.cpu,
-            memory_mb=template.memory_mb if params.memory_mb is None else params.memory_mb,
-            disk_mb=template.disk_mb if params.disk_mb is None else params.disk_mb,
+            cpu=origin.cpu if params.cpu is None else params.cpu,
+            memory_mb=origin.memory_mb if params.memory_mb is None else params.memory_mb,
+            disk_mb=origin.disk_mb if params.disk_mb is None else params.disk_mb,
             env=params.env,
             metadata=params.metadata,
             labels=params.labels,
             task_id=params.task_id,
             created_at=now,
             end_at=now + params.timeout_s,
+            timeout_s=params.timeout_s,
             idle_timeout_s=params.idle_timeout_s,
             on_timeout=params.on_timeout,
+            pause_mode=params.pause_mode,
+            auto_resume=params.auto_resume,
             network=params.network,
             extra=params.extra,
+            snapshot_id=origin.snapshot_id,
+            image=origin.image,
+            default_user=origin.default_user,
+            default_workdir=origin.default_workdir,
         )
 
-    async def _spec(self, record: SandboxRecord, template: Template | None = None) -> SandboxSpec:
-        template = template or await self._templates.by_id(record.template_id)
+    async def _spec(self, record: SandboxRecord) -> SandboxSpec:
+        image, default_user = record.image, record.default_user
+        if image is None:
+            template = await self._templates.by_id(record.template_id)
+            image = template.image if template else record.template
+            default_user = template.default_user if template else None
         return SandboxSpec(
             sandbox_id=record.sandbox_id,
             project_id=record.project_id,
             backend=record.backend,
             template_id=record.template_id,
-            image=template.image if template else record.template,
+            image=image,
             cpu=record.cpu,
             memory_mb=record.memory_mb,
             disk_mb=record.disk_mb,
             env=record.env,
             created_at=record.created_at,
             end_at=record.end_at,
+            timeout_s=record.timeout_s,
             idle_timeout_s=record.idle_timeout_s,
             on_timeout=record.on_timeout,
+            pause_mode=record.pause_mode,
+            auto_resume=record.auto_resume,
+            snapshot_id=record.snapshot_id,
             network=record.network,
-            default_user=template.default_user if template else "user",
-            default_workdir=template.default_workdir if template else None,
+            default_user=default_user or "user",
+            default_workdir=record.default_workdir,
             access_token=self._mint.access(record.sandbox_id),
             traffic_token=self._mint.traffic(record.sandbox_id),
             control_token=self._mint.control(record.sandbox_id),
         )
 
-    async def _make(self, record: SandboxRecord, template: Template) -> SandboxRecord:
+    async def _make(self, record: SandboxRecord) -> SandboxRecord:
         outcome = "unknown"
         called_at = time.time()
         try:
-            status = await self._node.create(await self._spec(record, template))
+            status = await self._node.create(await self._spec(record))
             outcome = "ok"
         except (NodeUnavailable, asyncio.CancelledError):
             self._unsettled.add(record.sandbox_id)
@@ -328,25 +366,32 @@ class Creates:
             took_s = time.time() - record.created_at
             self._metrics.create_s.labels(record.backend, outcome).observe(took_s)
         started_at = status.started_at or time.time()
-        changes = [
-            StateChange(
-                sandbox_id=record.sandbox_id, state=State.STARTING, at=called_at, cause="create"
-            ),
-            StateChange(
-                sandbox_id=record.sandbox_id,
-                state=State.RUNNING,
-                at=started_at,
-                cause="create",
-                started_at=started_at,
-                end_at=status.end_at,
-            ),
-        ]
-        running = msgspec.structs.replace(
-            record,
+        running = status.state is State.RUNNING
+        starting = StateChange(
+            sandbox_id=record.sandbox_id,
+            state=State.STARTING,
+            at=called_at,
+            cause="create",
+            while_in=(State.PENDING,),
+        )
+        started = StateChange(
+            sandbox_id=record.sandbox_id,
             state=State.RUNNING,
+            at=started_at,
+            cause="create",
             started_at=started_at,
             end_at=status.end_at,
-            transitions=len(changes),
+            accelerator=status.accelerator,
+            vmm=status.vmm,
+            seq=status.seq if running else 0,
+            while_in=(State.PENDING, State.STARTING),
+        )
+        changes = [starting, started]
+        if not running:
+            # Its time may be up already.
+            changes.append(change_from_status(status, cause="node", now=time.time()))
+        made = msgspec.structs.replace(
+            with_status(record, status), started_at=started_at, transitions=len(changes)
         )
         try:
             applied = await self._ledger.apply(changes)
@@ -354,15 +399,15 @@ class Creates:
             # It runs, and its id is recorded: the answer is true, and the record follows.
             self._unsettled.add(record.sandbox_id)
             log.warning("create not recorded yet", sandbox_id=record.sandbox_id)
-            return running
+            return made
         log.info("sandbox created", sandbox_id=record.sandbox_id, took_ms=round(took_s * 1e3, 1))
         self._recorded[record.sandbox_id] = None
         if len(self._recorded) > RECORDED_KEPT_MAX:
             self._recorded.popitem(last=False)
         if len(applied) == len(changes):
-            return running
-        # It ended before we came to note that it ran.
-        return await get_sandbox(self._store, record.sandbox_id) or running
+            return made
+        # It moved on before we came to note that it ran.
+        return await get_sandbox(self._store, record.sandbox_id) or made
 
     async def _note_failure(self, record: SandboxRecord, exc: OpendsecError) -> None:
         log.warning(
@@ -385,3 +430,20 @@ def _failed(record: SandboxRecord, exc: OpendsecError, cause: str) -> StateChang
         message=exc.message,
         fault=None if killed else exc.fault,
     )
+
+
+def _check_sizes(params: CreateParams, origin: Origin) -> None:
+    """A snapshot decides what the memory and disk in it need."""
+    if origin.snapshot_id is None:
+        return
+    asked = {"cpu": params.cpu, "memory_mb": params.memory_mb, "disk_mb": params.disk_mb}
+    held = {"cpu": origin.cpu, "memory_mb": origin.memory_mb, "disk_mb": origin.disk_mb}
+    for name, value in asked.items():
+        fixed = name == "disk_mb" or origin.mode == "full"
+        if fixed and value not in (None, held[name]):
+            raise InvalidRequest(
+                f"{name}: the snapshot `{origin.name}` was taken with {held[name]}, "
+                "and cannot start with another size",
+                remediation=f"Leave {name} out.",
+                details={"snapshot": held[name]},
+            )

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import structlog
 
 from opendsec_server.contract.errors import Fault
 from opendsec_server.contract.node import SandboxStatus
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.store.changes import apply_changes
-from opendsec_server.store.records import StateChange
+from opendsec_server.store.records import SandboxRecord, StateChange
 from opendsec_server.store.store import Store
 
 from .invalidations import Invalidations
@@ -24,6 +25,8 @@ _FAULTS: dict[EndReason, Fault] = {
     EndReason.OOM: "user",
     EndReason.START_FAILED: "platform",
     EndReason.LOST: "platform",
+    EndReason.KERNEL_PANIC: "platform",
+    EndReason.VMM_FAILED: "platform",
 }
 """An end that was asked for, or agreed on as a time-out, is nobody's fault."""
 
@@ -33,9 +36,24 @@ def fault_of(reason: EndReason | None) -> Fault | None:
     return None if reason is None else _FAULTS.get(reason)
 
 
-def change_from_status(status: SandboxStatus, *, cause: str, now: float) -> StateChange:
-    """The change that a node's word on a sandbox means for its record."""
+PAUSES = frozenset({State.PAUSING, State.PAUSED, State.RESUMING})
+"""A pause, from its begin to the end of the resume."""
+
+
+def change_from_status(
+    status: SandboxStatus, *, cause: str, now: float, again: bool = False
+) -> StateChange:
+    """The change that a node's word on a sandbox means for its record.
+
+    Args:
+        status: The node's word.
+        cause: Who asked or saw.
+        now: The time of a change that the status does not date.
+        again: It ran before: that it runs is not its start.
+    """
     at = status.ended_at if status.state in TERMINAL else status.started_at
+    if again or status.state in PAUSES:
+        at = now
     return StateChange(
         sandbox_id=status.sandbox_id,
         state=status.state,
@@ -46,6 +64,27 @@ def change_from_status(status: SandboxStatus, *, cause: str, now: float) -> Stat
         fault=fault_of(status.reason),
         started_at=status.started_at,
         end_at=status.end_at,
+        paused_mode=status.pause_mode,
+        accelerator=status.accelerator,
+        vmm=status.vmm,
+        seq=status.seq,
+    )
+
+
+def with_status(record: SandboxRecord, status: SandboxStatus) -> SandboxRecord:
+    """The record with what the node has just said: true before the store has it."""
+    return msgspec.structs.replace(
+        record,
+        state=status.state,
+        started_at=record.started_at or status.started_at,
+        end_at=status.end_at,
+        ended_at=status.ended_at,
+        end_reason=status.reason if status.state in TERMINAL else None,
+        message=status.message if status.state in TERMINAL else None,
+        paused_mode=status.pause_mode if status.state in PAUSES else None,
+        accelerator=status.accelerator,
+        vmm=status.vmm or record.vmm,
+        node_seq=status.seq,
     )
 
 

@@ -10,22 +10,36 @@ from __future__ import annotations
 import time
 
 import msgspec
+import structlog
 
-from opendsec_server.contract.errors import SandboxNotFound, StateConflict
+from opendsec_server.contract.errors import SandboxNotFound, StateConflict, StoreUnavailable
 from opendsec_server.contract.ids import is_sandbox_id
-from opendsec_server.contract.limits import TIMEOUT_S_DEFAULT
-from opendsec_server.contract.node import MetricSample, NetworkPolicy, NodeClient, SandboxStatus
-from opendsec_server.contract.states import EndReason, State
+from opendsec_server.contract.node import (
+    MetricSample,
+    NetworkPolicy,
+    NodeClient,
+    PauseReport,
+    SandboxStatus,
+    StateMode,
+)
+from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.store import sandboxes
+from opendsec_server.store.creates import check_place
 from opendsec_server.store.records import SandboxExtra, SandboxRecord, StateChange, Transition
 from opendsec_server.store.sandboxes import SandboxFilter
 from opendsec_server.store.store import Store
 
+from .attempts import Attempts
 from .creates import Creates
 from .iam import Caller
 from .invalidations import Invalidations
-from .ledger import Ledger, change_from_status
+from .ledger import PAUSES, Ledger, change_from_status, with_status
 from .params import check_network, check_timeout
+
+log = structlog.get_logger(__name__)
+
+CONNECT_TRIES = 3
+"""A sandbox can pause while its life is being extended; it is resumed then."""
 
 
 class Page(msgspec.Struct, kw_only=True, frozen=True):
@@ -36,8 +50,23 @@ class Page(msgspec.Struct, kw_only=True, frozen=True):
     """Whether there is another page after the last record."""
 
 
+class Connected(msgspec.Struct, kw_only=True, frozen=True):
+    """A sandbox that runs."""
+
+    record: SandboxRecord
+    resumed: bool
+    """It was not running before."""
+
+
+class Paused(msgspec.Struct, kw_only=True, frozen=True):
+    """A sandbox that was paused, and what that did."""
+
+    record: SandboxRecord
+    report: PauseReport
+
+
 class Lifecycle:
-    """Reading, extending, changing and ending sandboxes."""
+    """Reading, extending, pausing, changing and ending sandboxes."""
 
     def __init__(
         self,
@@ -53,6 +82,15 @@ class Lifecycle:
         self._creates = creates
         self._ledger = ledger
         self._invalidations = invalidations
+        self._pauses: Attempts[Paused] = Attempts("pause")
+        self._resumes: Attempts[Connected] = Attempts("resume")
+        self._resuming: dict[str, str] = {}
+        """Sandboxes that take a place again, with their projects."""
+
+    async def stop(self) -> None:
+        """Give pauses and resumes a moment to end. The node finishes what it has begun."""
+        await self._pauses.stop()
+        await self._resumes.stop()
 
     async def get(self, caller: Caller, sandbox_id: str) -> SandboxRecord:
         """The record of a sandbox, ended ones included.
@@ -116,40 +154,150 @@ class Lifecycle:
 
         Raises:
             SandboxNotFound: not one of the caller's, or ended.
+            StateConflict: it is paused: a paused one has no end.
             InvalidRequest: longer than a sandbox may live.
         """
         check_timeout(timeout_s)
         record = await self.get_live(caller, sandbox_id)
+        status = await self._node.get(sandbox_id)
+        if status.state in PAUSES:
+            raise StateConflict(
+                f"sandbox `{sandbox_id}` is {status.state}: it has no end to set",
+                remediation="Resume it; that sets a new end.",
+                details={"state": status.state},
+            )
         status = await self._node.set_end_at(sandbox_id, time.time() + max(timeout_s, 0))
         return await self._note_end_at(record, status)
 
     async def connect(
-        self, caller: Caller, sandbox_id: str, timeout_s: int | None
-    ) -> SandboxRecord:
+        self,
+        caller: Caller,
+        sandbox_id: str,
+        timeout_s: int | None,
+        *,
+        reboot: bool = False,
+        resume: bool = True,
+    ) -> Connected:
         """Make sure that a sandbox runs for at least ``timeout_s`` more seconds.
 
-        Never shortens its life.
+        Never shortens its life. One that is paused is resumed, if there is a place for it.
+
+        Args:
+            caller: Whose it is.
+            sandbox_id: Which.
+            timeout_s: None: what it was created with.
+            reboot: Start a paused one from its disk, without its memory.
+            resume: False: only extend.
 
         Raises:
             SandboxNotFound: not one of the caller's, or ended.
-            StateConflict: it is not running.
+            StateConflict: it is starting or ending, or paused and not to be resumed.
             InvalidRequest: longer than a sandbox may live.
+            QuotaExceeded: as many of the project's sandboxes run as may.
+            NodeFull, SnapshotIncompatible, SnapshotDamaged, ResumeFailed: it stays paused.
         """
-        timeout_s = TIMEOUT_S_DEFAULT if timeout_s is None else timeout_s
-        check_timeout(timeout_s)
-        record = await self.get_live(caller, sandbox_id)
-        if record.state in (State.PENDING, State.STARTING):
-            await self._creates.wait_for(sandbox_id)
-            record = await self.get_live(caller, sandbox_id)
-        if record.state is not State.RUNNING:
-            raise StateConflict(
-                f"sandbox `{sandbox_id}` is {record.state}", details={"state": record.state}
-            )
-        end_at = time.time() + timeout_s
-        if end_at <= record.end_at:
-            return record
-        status = await self._node.set_end_at(sandbox_id, end_at, only_extend=True)
-        return await self._note_end_at(record, status)
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        record = await self.get_started(caller, sandbox_id)
+        wanted_s = record.timeout_s if timeout_s is None else timeout_s
+        for _ in range(CONNECT_TRIES):
+            status = await self._node.get(sandbox_id)
+            if status.state in TERMINAL:
+                raise _ended(sandbox_id, status.state)
+            if status.state is not State.RUNNING:
+                if status.state in PAUSES and resume:
+                    return await self.resume(record, wanted_s, reboot=reboot)
+                break
+            end_at = time.time() + wanted_s
+            if end_at > status.end_at:
+                status = await self._node.set_end_at(sandbox_id, end_at, only_extend=True)
+                await self._note_end_at(record, status)
+            if status.state is State.RUNNING:
+                return Connected(record=with_status(record, status), resumed=False)
+        raise StateConflict(
+            f"sandbox `{sandbox_id}` is {status.state}", details={"state": status.state}
+        )
+
+    async def resume(
+        self, record: SandboxRecord, timeout_s: float, *, reboot: bool = False
+    ) -> Connected:
+        """Let a paused sandbox run on, for ``timeout_s`` from now. Who asks was checked before.
+
+        A paused sandbox does not count for the project's quota; it must find a place again.
+
+        Raises:
+            As ``connect``.
+        """
+        connected, _ = await self._resumes.run(
+            lambda: self._resume(record, timeout_s, reboot=reboot), project_id=record.project_id
+        )
+        return connected
+
+    async def _resume(self, record: SandboxRecord, timeout_s: float, *, reboot: bool) -> Connected:
+        name = record.sandbox_id
+        if name not in self._resuming:
+            self._resuming[name] = record.project_id
+            try:
+                others = {
+                    other
+                    for other, project_id in self._resuming.items()
+                    if project_id == record.project_id and other != name
+                }
+                await check_place(self._store, record.project_id, name, others)
+                status = await self._node.resume(
+                    name, end_at=time.time() + timeout_s, reboot=reboot
+                )
+            finally:
+                del self._resuming[name]
+        else:
+            status = await self._node.resume(name, end_at=time.time() + timeout_s, reboot=reboot)
+        # Its address may be another one now.
+        self._invalidations.publish(name)
+        await self._record(status)
+        log.info("sandbox resumed", sandbox_id=name, reboot=reboot)
+        return Connected(record=with_status(record, status), resumed=True)
+
+    async def pause(self, caller: Caller, sandbox_id: str, mode: StateMode) -> Paused:
+        """Free a sandbox's memory and keep the rest. A call during a pause shares it.
+
+        It goes on when the caller goes away.
+
+        Raises:
+            SandboxNotFound: not one of the caller's, or ended.
+            AlreadyPaused: it is.
+            StateConflict: it is resuming or ending.
+            NotSupported: the backend cannot keep memory.
+            SnapshotFailed: it could not be saved; it goes on running.
+        """
+        record = await self.get_started(caller, sandbox_id)
+        paused, _ = await self._pauses.run(
+            lambda: self._pause(record, mode), project_id=caller.project_id
+        )
+        return paused
+
+    async def _pause(self, record: SandboxRecord, mode: StateMode) -> Paused:
+        name = record.sandbox_id
+        self._invalidations.publish(name)
+        report = await self._node.pause(name, mode)
+        self._invalidations.publish(name)
+        await self._record(report.status)
+        log.info(
+            "sandbox paused",
+            sandbox_id=name,
+            mode=mode,
+            freed_bytes=report.memory_freed_bytes,
+            stored_bytes=report.stored_bytes,
+        )
+        return Paused(record=with_status(record, report.status), report=report)
+
+    async def _record(self, status: SandboxStatus) -> None:
+        """Note what the node has done. The answer is true also when the store does not take it:
+        the node's events, or the next comparison, bring the record up to date."""
+        change = change_from_status(status, cause="api", now=time.time(), again=True)
+        try:
+            await self._ledger.apply([change])
+        except StoreUnavailable:
+            log.warning("not recorded yet", sandbox_id=status.sandbox_id, state=status.state)
 
     async def set_network(
         self, caller: Caller, sandbox_id: str, policy: NetworkPolicy, extra: SandboxExtra
@@ -158,6 +306,7 @@ class Lifecycle:
 
         Raises:
             SandboxNotFound: not one of the caller's, or ended.
+            StateConflict: it is not running.
             InvalidRequest, NotSupported: the policy is malformed, or asks for too much.
         """
         check_network(policy)
@@ -216,11 +365,29 @@ class Lifecycle:
         """
         record = await self.get(caller, sandbox_id)
         if record.terminal:
-            raise SandboxNotFound(
-                f"sandbox `{sandbox_id}` has ended",
-                details={"state": record.state, "end_reason": record.end_reason},
-            )
+            raise _ended(sandbox_id, record.state, record.end_reason)
         return record
+
+    async def get_started(self, caller: Caller, sandbox_id: str) -> SandboxRecord:
+        """As ``get_live``, after waiting for a create of it that is under way here."""
+        record = await self.get_live(caller, sandbox_id)
+        if record.state in (State.PENDING, State.STARTING) and await self._creates.wait_for(
+            sandbox_id
+        ):
+            record = await self.get_live(caller, sandbox_id)
+        return record
+
+    async def state_now(self, caller: Caller, sandbox_id: str) -> State:
+        """The state on the node, which the record may not have reached yet.
+
+        Raises:
+            SandboxNotFound: not one of the caller's, or ended.
+        """
+        await self.get_started(caller, sandbox_id)
+        state = (await self._node.get(sandbox_id)).state
+        if state in TERMINAL:
+            raise _ended(sandbox_id, state)
+        return state
 
     async def _note_end_at(self, record: SandboxRecord, status: SandboxStatus) -> SandboxRecord:
         await sandboxes.set_end_at(self._store, record.sandbox_id, status.end_at)
@@ -237,6 +404,12 @@ def lost(sandbox_id: str, *, cause: str) -> StateChange:
         reason=EndReason.LOST,
         message="the node does not know this sandbox any more",
         fault="platform",
+    )
+
+
+def _ended(sandbox_id: str, state: State, reason: EndReason | None = None) -> SandboxNotFound:
+    return SandboxNotFound(
+        f"sandbox `{sandbox_id}` has ended", details={"state": state, "end_reason": reason}
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from opendsec_server.contract import limits
 from opendsec_server.contract.errors import InvalidRequest, NotSupported
-from opendsec_server.contract.node import Backend, NetworkPolicy, OnTimeout
+from opendsec_server.contract.node import Backend, NetworkPolicy, OnTimeout, StateMode
 from opendsec_server.store.records import SandboxExtra
 
 AGENT_PORT = 49_983
@@ -21,11 +21,25 @@ _DOMAIN_RE = re.compile(r"(\*\.)?([a-zA-Z0-9_]([a-zA-Z0-9_-]{0,61}[a-zA-Z0-9_])?
 _HOST_MASK_RE = re.compile(r"[A-Za-z0-9._:\[\]${}-]+")
 
 
+def digest(value: msgspec.Struct, *what: str) -> str:
+    """SHA-256 of the canonical form: equal for requests that mean the same.
+
+    Args:
+        value: The request's parameters.
+        what: The operation and its object, so that keys of different ones never fit.
+    """
+    text = msgspec.json.encode((what, value) if what else value, order="deterministic")
+    return hashlib.sha256(text).hexdigest()
+
+
 class CreateParams(msgspec.Struct, kw_only=True, frozen=True):
-    """Parameters of one create, after defaults. Sizes of None come from the template."""
+    """Parameters of one create, after defaults. Sizes of None come from the template or snapshot.
+
+    So does a backend of None, else it is the server's default.
+    """
 
     template: str = "base"
-    backend: Backend = "container"
+    backend: Backend | None = None
     cpu: float | None = None
     memory_mb: int | None = None
     disk_mb: int | None = None
@@ -36,12 +50,15 @@ class CreateParams(msgspec.Struct, kw_only=True, frozen=True):
     timeout_s: int = limits.TIMEOUT_S_DEFAULT
     idle_timeout_s: int | None = None
     on_timeout: OnTimeout = "kill"
+    pause_mode: StateMode = "full"
+    """What a pause by time-out keeps."""
+    auto_resume: bool = False
     network: NetworkPolicy = NetworkPolicy()
     extra: SandboxExtra = SandboxExtra()
 
     def sha256(self) -> str:
         """Digest of the canonical form: equal for requests that mean the same."""
-        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
+        return digest(self)
 
 
 def check_params(params: CreateParams) -> None:
@@ -49,26 +66,36 @@ def check_params(params: CreateParams) -> None:
 
     Raises:
         InvalidRequest: the message names the field.
-        NotSupported: it asks for pausing.
+        NotSupported: the network policy asks for too much.
     """
-    if params.on_timeout == "pause":
-        raise NotSupported(
-            "on_timeout `pause` is not supported yet", remediation="Use on_timeout `kill`."
+    if params.auto_resume and params.pause_mode == "filesystem":
+        raise InvalidRequest(
+            "auto_resume: a sandbox paused without its memory is not resumed by itself",
+            remediation="Use pause_mode `full`, or leave auto_resume out.",
         )
     check_timeout(params.timeout_s)
     check_map("metadata", params.metadata)
     _check_env(params.env)
-    if len(params.labels) > limits.LABELS_MAX:
-        raise InvalidRequest(f"labels: at most {limits.LABELS_MAX}")
-    for label in params.labels:
-        check_text("labels", label, limits.METADATA_KEY_CHARS_MAX)
+    check_labels(params.labels)
     if params.task_id is not None:
         check_text("task_id", params.task_id, limits.TASK_ID_CHARS_MAX)
     check_text("template", params.template, limits.NAME_CHARS_MAX)
     check_network(params.network)
 
 
-def check_timeout(timeout_s: int) -> None:
+def check_labels(labels: list[str]) -> None:
+    """Check a caller's labels.
+
+    Raises:
+        InvalidRequest: too many, or one is empty, too long, or has NUL.
+    """
+    if len(labels) > limits.LABELS_MAX:
+        raise InvalidRequest(f"labels: at most {limits.LABELS_MAX}")
+    for label in labels:
+        check_text("labels", label, limits.METADATA_KEY_CHARS_MAX)
+
+
+def check_timeout(timeout_s: float) -> None:
     """Refuse end times further away than a sandbox may live.
 
     Raises:

@@ -11,12 +11,16 @@ from opendsec_server.contract.node import NodeClient, NodeInfo
 from opendsec_server.store import sandboxes
 from opendsec_server.store.store import Store
 
+from .backends import Backends
 from .creates import Creates
 from .iam import Iam
 from .invalidations import Invalidations
 from .ledger import Ledger
 from .lifecycle import Lifecycle
 from .metrics import ControlMetrics
+from .routes import Routes
+from .saving import Saving
+from .snapshots import Snapshots
 from .templates import BASE_TEMPLATE, TemplateDefinition, Templates
 from .tokens import TokenMint, load_secret
 from .watch import Watcher
@@ -46,6 +50,8 @@ class Services:
         self.invalidations = Invalidations()
         self.iam = Iam(store)
         self.templates = Templates(store)
+        self.snapshots = Snapshots(store, node, self.templates)
+        self.backends = Backends(config, node_info)
         ledger = Ledger(store, self.invalidations, self.metrics)
         self.creates = Creates(
             store=store,
@@ -53,6 +59,8 @@ class Services:
             node_info=node_info,
             mint=mint,
             templates=self.templates,
+            snapshots=self.snapshots,
+            backends=self.backends,
             ledger=ledger,
             metrics=self.metrics,
         )
@@ -63,11 +71,23 @@ class Services:
             ledger=ledger,
             invalidations=self.invalidations,
         )
+        self.saving = Saving(
+            store=store,
+            node=node,
+            node_info=node_info,
+            creates=self.creates,
+            lifecycle=self.lifecycle,
+            templates=self.templates,
+            snapshots=self.snapshots,
+            backends=self.backends,
+        )
+        self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(
             store=store,
             node=node,
             node_info=node_info,
             creates=self.creates,
+            saving=self.saving,
             templates=self.templates,
             ledger=ledger,
             invalidations=self.invalidations,
@@ -111,7 +131,10 @@ class Services:
     async def stop(self) -> None:
         """Finish what is under way and close the store. Sandboxes go on running."""
         self.invalidations.close()
+        await self.saving.stop()
+        await self.lifecycle.stop()
         await self.creates.stop()
+        await self.snapshots.stop()
         await self.watcher.stop()
         await self.store.close()
 

@@ -11,6 +11,7 @@ import msgspec
 from opendsec_server.contract import limits
 from opendsec_server.contract.errors import InvalidRequest, TemplateNotFound
 from opendsec_server.contract.ids import random_chars
+from opendsec_server.contract.node import Backend
 from opendsec_server.store import accounts
 from opendsec_server.store.records import Template
 from opendsec_server.store.store import Store
@@ -35,9 +36,37 @@ class TemplateDefinition(msgspec.Struct, kw_only=True, frozen=True):
     disk_mb: int = limits.DISK_MB_DEFAULT
     default_user: str = "user"
     default_workdir: str | None = None
+    backend: Backend | None = None
+    """The only backend that can start it. None: any that starts layers."""
+
+
+class Reference(msgspec.Struct, kw_only=True, frozen=True):
+    """How a caller names a template or snapshot: ``id``, ``name``, ``name:tag``, ``scope/name``."""
+
+    scope: str | None
+    """A project's id. None: the caller's, and the installation's templates."""
+    name: str
+    """Name or id."""
+    tag: str | None
 
 
 BASE_TEMPLATE = TemplateDefinition(name="base", image="base")
+
+
+def parse_reference(text: str) -> Reference:
+    """Take a reference apart.
+
+    Raises:
+        InvalidRequest: not a reference.
+    """
+    parts = _REFERENCE_RE.fullmatch(text[: limits.NAME_CHARS_MAX + 1])
+    if parts is None or len(text) > limits.NAME_CHARS_MAX:
+        raise InvalidRequest(
+            f"template: `{text[:64]}` is not a template reference",
+            remediation="Use the name or id of a template or snapshot: lower-case letters, "
+            "digits, `-`, `_`.",
+        )
+    return Reference(scope=parts["scope"], name=parts["name"], tag=parts["tag"])
 
 
 class Templates:
@@ -66,6 +95,7 @@ class Templates:
                 default_workdir=definition.default_workdir,
                 created_at=now,
                 updated_at=now,
+                backend=definition.backend,
             ),
         )
         self._read_at = float("-inf")
@@ -90,37 +120,24 @@ class Templates:
             InvalidRequest: not a reference.
             TemplateNotFound: there is none of that name, or it is not the caller's.
         """
-        parts = _REFERENCE_RE.fullmatch(reference[: limits.NAME_CHARS_MAX + 1])
-        if parts is None or len(reference) > limits.NAME_CHARS_MAX:
-            raise InvalidRequest(
-                f"template: `{reference[:64]}` is not a template reference",
-                remediation="Use a template's name or id: lower-case letters, digits, `-`, `_`.",
-            )
-        scope, name, tag = parts["scope"], parts["name"], parts["tag"] or DEFAULT_TAG
+        wanted = parse_reference(reference)
+        template = await self.find(caller, wanted)
+        if template is None:
+            raise TemplateNotFound(f"there is no template `{reference}`")
+        return template
+
+    async def find(self, caller: Caller, wanted: Reference) -> Template | None:
+        """The template that a reference means, if it is there and the caller may use it."""
+        if wanted.tag not in (None, DEFAULT_TAG):
+            return None
         for template in await self._templates():
             if (
-                name in (template.name, template.template_id)
-                and tag == DEFAULT_TAG
-                and scope in (None, template.project_id)
+                wanted.name in (template.name, template.template_id)
+                and wanted.scope in (None, template.project_id)
                 and _may_use(caller, template)
             ):
                 return template
-        raise TemplateNotFound(f"there is no template `{reference}`")
-
-    async def id_to_list(self, caller: Caller, reference: str | None) -> str | None:
-        """The template id that a list is filtered by. None: no filter.
-
-        An unknown template makes an empty list, not an error: its id matches nothing.
-
-        Raises:
-            InvalidRequest: not a reference.
-        """
-        if reference is None:
-            return None
-        try:
-            return (await self.resolve(caller, reference)).template_id
-        except TemplateNotFound:
-            return ""
+        return None
 
     async def _templates(self) -> list[Template]:
         now = time.monotonic()

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import deque
 
+import msgspec
 import structlog
 
 from opendsec_server.contract.errors import OpendsecError, SandboxNotFound, StoreUnavailable
@@ -21,6 +22,7 @@ from .creates import Creates
 from .invalidations import Invalidations
 from .ledger import Ledger, change_from_status, fault_of
 from .lifecycle import lost
+from .saving import Saving
 from .templates import Templates
 
 log = structlog.get_logger(__name__)
@@ -44,6 +46,7 @@ class Watcher:
         node: NodeClient,
         node_info: NodeInfo,
         creates: Creates,
+        saving: Saving,
         templates: Templates,
         ledger: Ledger,
         invalidations: Invalidations,
@@ -52,6 +55,7 @@ class Watcher:
         self._node = node
         self._node_info = node_info
         self._creates = creates
+        self._saving = saving
         self._templates = templates
         self._ledger = ledger
         self._invalidations = invalidations
@@ -82,11 +86,12 @@ class Watcher:
         while True:
             try:
                 async for event in self._node.events():
-                    # Edges first: they must not wait for the store.
-                    if event.state is not State.RUNNING:
+                    # Edges first: they must not wait for the store. What runs again after a
+                    # pause may have another address.
+                    if not self._creates.is_own_start(event):
                         self._invalidations.publish(event.sandbox_id)
-                    self._events.append(event)
-                    self._arrived.set()
+                        self._events.append(event)
+                        self._arrived.set()
             except Exception:
                 log.exception("the node's event stream broke")
             self._invalidations.publish_all()
@@ -101,7 +106,7 @@ class Watcher:
                     self._events.popleft() for _ in range(min(len(self._events), EVENTS_BATCH_MAX))
                 ]
                 try:
-                    await self._ledger.apply([_change(e) for e in batch if self._news(e)])
+                    await self._ledger.apply([await self._change(event) for event in batch])
                 except StoreUnavailable as exc:
                     self._events.extendleft(reversed(batch))
                     log.warning("events wait for the store", queued=len(self._events), why=str(exc))
@@ -110,10 +115,25 @@ class Watcher:
                     # A batch that cannot be recorded must not stop those after it.
                     log.exception("events dropped", count=len(batch))
 
-    def _news(self, event: NodeEvent) -> bool:
-        # A create records these two itself, together with its key.
-        own = event.state in (State.STARTING, State.RUNNING)
-        return not (own and self._creates.records_start(event.sandbox_id))
+    async def _change(self, event: NodeEvent) -> StateChange:
+        """What an event means for the record. It does not say all that the node knows."""
+        change = _change_of(event)
+        if event.state not in (State.PAUSED, State.RUNNING):
+            return change
+        try:
+            status = await self._node.get(event.sandbox_id)
+        except OpendsecError:
+            return change
+        if status.state is not event.state or status.seq != event.seq:
+            # It has moved on since; later events tell.
+            return change
+        return msgspec.structs.replace(
+            change,
+            paused_mode=status.pause_mode,
+            end_at=status.end_at,
+            accelerator=status.accelerator,
+            vmm=status.vmm,
+        )
 
     # --- comparing ----------------------------------------------------------
 
@@ -166,6 +186,7 @@ class Watcher:
                 changes.append(change)
         await self._ledger.apply(changes)
         await self._look_at_unknown(on_node)
+        await self._saving.reconcile()
 
     async def _compare_one(
         self, record: SandboxRecord, status: SandboxStatus | None
@@ -175,8 +196,8 @@ class Watcher:
                 status = await self._node.get(record.sandbox_id)
             except SandboxNotFound:
                 return lost(record.sandbox_id, cause="reconcile")
-        if status.state is not record.state:
-            return change_from_status(status, cause="reconcile", now=time.time())
+        if status.state is not record.state or status.seq > record.node_seq:
+            return change_from_status(status, cause="reconcile", now=time.time(), again=True)
         if abs(status.end_at - record.end_at) > END_AT_TOLERANCE_S:
             await sandboxes.set_end_at(self._store, record.sandbox_id, status.end_at)
         return None
@@ -216,6 +237,10 @@ class Watcher:
             started_at=status.started_at,
             end_at=status.end_at,
             message="adopted from the node: the store had no record of it",
+            accelerator=status.accelerator,
+            vmm=status.vmm,
+            paused_mode=status.pause_mode,
+            node_seq=status.seq,
         )
         if await sandboxes.insert_adopted(self._store, record):
             log.warning("sandbox adopted from the node", sandbox_id=status.sandbox_id)
@@ -226,7 +251,7 @@ class Watcher:
             )
 
 
-def _change(event: NodeEvent) -> StateChange:
+def _change_of(event: NodeEvent) -> StateChange:
     return StateChange(
         sandbox_id=event.sandbox_id,
         state=event.state,
@@ -236,4 +261,5 @@ def _change(event: NodeEvent) -> StateChange:
         message=event.message,
         fault=fault_of(event.reason),
         started_at=event.at if event.state is State.RUNNING else None,
+        seq=event.seq,
     )

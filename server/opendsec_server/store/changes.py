@@ -75,7 +75,7 @@ async def apply_changes(store: Store, changes: Sequence[StateChange]) -> list[St
 class _Row:
     """One sandbox while changes are applied to it."""
 
-    def __init__(self, found: sa.Row[Any]) -> None:
+    def __init__(self, found: Any) -> None:
         self.state = State(found.state)
         self.changed = False
         self.values: dict[str, Any] = {

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import sqlalchemy as sa
 
 from opendsec_server.contract.errors import QuotaExceeded
@@ -86,9 +88,47 @@ def check_quota(connection: sa.Connection, store: Store, project_id: str) -> Non
         # Creates of one project take turns, or two could both see the last free place.
         connection.execute(_LOCK_PROJECT, names)
     sandboxes_max, live = connection.execute(_QUOTA, names).one()
-    if live >= sandboxes_max:
+    _refuse_above(live, sandboxes_max)
+
+
+async def check_place(
+    store: Store, project_id: str, sandbox_id: str, others: Collection[str]
+) -> None:
+    """Whether one of the project's paused sandboxes may run again.
+
+    Args:
+        store: Where.
+        project_id: Whose.
+        sandbox_id: Which.
+        others: That take a place at this moment, whatever their records say.
+
+    Raises:
+        QuotaExceeded: there is no place left.
+        StoreUnavailable: not known.
+    """
+
+    def work(connection: sa.Connection) -> None:
+        running = (
+            sa.select(sa.func.count())
+            .select_from(SANDBOXES)
+            .where(
+                SANDBOXES.c.project_id == project_id,
+                SANDBOXES.c.ended_at.is_(None),
+                SANDBOXES.c.state != State.PAUSED,
+                SANDBOXES.c.sandbox_id.not_in([sandbox_id, *others]),
+            )
+        )
+        limit = sa.select(PROJECTS.c.sandboxes_max).where(PROJECTS.c.project_id == project_id)
+        count = connection.execute(running).scalar_one() + len(others)
+        _refuse_above(count, connection.execute(limit).scalar_one())
+
+    await store.read(work)
+
+
+def _refuse_above(count: int, sandboxes_max: int) -> None:
+    if count >= sandboxes_max:
         raise QuotaExceeded(
-            f"the project has {live} sandboxes that are not paused, and may have {sandboxes_max}",
-            details={"limit": sandboxes_max, "live": live},
+            f"the project has {count} sandboxes that are not paused, and may have {sandboxes_max}",
+            details={"limit": sandboxes_max, "running": count},
             retry_after_s=1,
         )

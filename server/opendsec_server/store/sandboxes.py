@@ -185,6 +185,20 @@ async def live_sandboxes(store: Store, node_id: str) -> list[SandboxRecord]:
     return await store.read(work)
 
 
+async def ids_to_wake(store: Store) -> list[str]:
+    """Paused sandboxes of all projects that traffic resumes."""
+
+    def work(connection: sa.Connection) -> list[str]:
+        query = sa.select(SANDBOXES.c.sandbox_id).where(
+            SANDBOXES.c.ended_at.is_(None),
+            SANDBOXES.c.state.in_((State.PAUSING, State.PAUSED, State.RESUMING)),
+            SANDBOXES.c.auto_resume.is_(True),
+        )
+        return list(connection.execute(query).scalars())
+
+    return await store.read(work)
+
+
 async def transitions_of(store: Store, sandbox_id: str) -> list[Transition]:
     """The kept transitions of a sandbox, oldest first."""
     table = SANDBOX_TRANSITIONS

@@ -13,10 +13,10 @@ import msgspec
 import sqlalchemy as sa
 
 from .keys import find_key, settle_key, take_key
-from .packing import plain
+from .packing import plain, struct_of
 from .records import IdempotencyClaim, IdempotencyRow, KeyOutcome, Snapshot
 from .store import Store
-from .tables import SNAPSHOTS
+from .tables import IDEMPOTENCY, SNAPSHOTS
 
 _versions = msgspec.json.Decoder(dict[str, str])
 _COLUMN = SNAPSHOTS.c
@@ -144,9 +144,20 @@ async def settle_request(
     await store.write(work)
 
 
+async def key_of(store: Store, snapshot_id: str) -> IdempotencyRow | None:
+    """The key of the request for which a snapshot was made, if it had one."""
+
+    def work(connection: sa.Connection) -> IdempotencyRow | None:
+        query = sa.select(IDEMPOTENCY).where(IDEMPOTENCY.c.sandbox_id == snapshot_id)
+        row = connection.execute(query).mappings().first()
+        return None if row is None else struct_of(row, IdempotencyRow)
+
+    return await store.read(work)
+
+
 async def drop_snapshot(store: Store, snapshot_id: str) -> None:
     """Remove the row of a snapshot of which the node holds nothing. A key that still waits for it
-    is free again."""
+    is free again: settle the key of a fork that made something before this."""
 
     def work(connection: sa.Connection) -> None:
         settle_key(connection, snapshot_id, "failed")

@@ -4,48 +4,116 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
 
 import msgspec
 
-from opendsec_server.contract.errors import OpendsecError, SandboxNotFound, StateConflict
+from opendsec_server.contract.errors import (
+    AlreadyPaused,
+    NotSupported,
+    OpendsecError,
+    SandboxNotFound,
+    SnapshotNotFound,
+    StateConflict,
+)
 from opendsec_server.contract.node import (
+    Accelerator,
     BackendInfo,
     Capabilities,
     MetricSample,
     NetworkPolicy,
     NodeEvent,
     NodeInfo,
+    PauseReport,
     Route,
     SandboxSpec,
     SandboxStatus,
+    Snapshot,
+    StateMode,
 )
-from opendsec_server.contract.states import TERMINAL, EndReason, State
+from opendsec_server.contract.signatures import file_signature
+from opendsec_server.contract.states import TERMINAL, EndReason, State, can_move
 
 NODE_ID = "n0de"
+CONTAINER = BackendInfo(
+    name="container",
+    capabilities=Capabilities(
+        own_kernel=False,
+        memory_snapshot=False,
+        pause_survives_reboot=False,
+        fork=True,
+        disk_images=False,
+        console=False,
+        passthrough=False,
+    ),
+)
+MICROVM = Capabilities(
+    own_kernel=True,
+    memory_snapshot=True,
+    pause_survives_reboot=True,
+    fork=True,
+    disk_images=False,
+    console=False,
+    passthrough=False,
+)
+
+
+class Content(msgspec.Struct):
+    """What a sandbox holds."""
+
+    disk: dict[str, str] = {}
+    memory: dict[str, str] = {}
 
 
 class FakeNode:
     """Keeps sandboxes in memory. Survives a restart of the control plane, like a real node."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, microvm: Accelerator | None = None) -> None:
+        self.backends = {CONTAINER.name: CONTAINER}
+        if microvm is not None:
+            self.backends["microvm"] = BackendInfo(
+                name="microvm", capabilities=MICROVM, accelerator=microvm, vmm="qemu 7.2"
+            )
         self.specs: dict[str, SandboxSpec] = {}
         self.statuses: dict[str, SandboxStatus] = {}
         self.networks: dict[str, NetworkPolicy] = {}
+        self.contents: dict[str, Content] = {}
         self.samples: dict[str, list[MetricSample]] = {}
+        self.saved: dict[str, Snapshot] = {}
+        """Complete snapshots, ephemeral ones too."""
+        self.ephemeral: set[str] = set()
+        self.saved_contents: dict[str, Content] = {}
         self.created = 0
         """How many sandboxes were really made."""
+        self.calls: list[str] = []
+        """Names of the calls that change states, in order."""
         self.fail_with: Exception | None = None
         """Raised by every create, before anything is made."""
         self.fail_after: Exception | None = None
         """Raised by every create, after the sandbox was made."""
+        self.fail_children: dict[int, Exception] = {}
+        """Raised by the nth create from a snapshot, from 0 on."""
+        self.fail: dict[str, Exception] = {}
+        """Raised by ``pause``, ``resume``, ``snapshot`` or ``delete_snapshot`` half-way: what
+        the contract says of a failure holds afterwards."""
+        self.lose_answer: dict[str, Exception] = {}
+        """Raised by these calls after they have done their work."""
         self.unreachable: OpendsecError | None = None
         """Raised by every call but events."""
         self.gate: asyncio.Event | None = None
         """Creates wait here after admission."""
         self.admitted = asyncio.Event()
+        self.between: Callable[[str], Awaitable[None]] | None = None
+        """Awaited half-way through every pause, resume and snapshot."""
+        self._children = 0
+        self._moving: dict[str, asyncio.Task[Any]] = {}
+        """Pauses, resumes and snapshots under way, by sandbox."""
         self._listeners: set[asyncio.Queue[NodeEvent]] = set()
+
+    # --- NodeClient ---------------------------------------------------------
 
     async def info(self) -> NodeInfo:
         self._reach()
@@ -53,20 +121,7 @@ class FakeNode:
             node_id=NODE_ID,
             hostname="test",
             version="0",
-            backends=(
-                BackendInfo(
-                    name="container",
-                    capabilities=Capabilities(
-                        own_kernel=False,
-                        memory_snapshot=False,
-                        pause_survives_reboot=False,
-                        fork=True,
-                        disk_images=False,
-                        console=False,
-                        passthrough=False,
-                    ),
-                ),
-            ),
+            backends=tuple(self.backends.values()),
             cpu_count=2,
             memory_total_bytes=1 << 34,
             disk_total_bytes=1 << 36,
@@ -81,19 +136,7 @@ class FakeNode:
             raise self.fail_with
         known = self.statuses.get(spec.sandbox_id)
         if known is None:
-            self.specs[spec.sandbox_id] = spec
-            self.networks[spec.sandbox_id] = spec.network
-            self._set(
-                SandboxStatus(
-                    sandbox_id=spec.sandbox_id,
-                    project_id=spec.project_id,
-                    template_id=spec.template_id,
-                    backend=spec.backend,
-                    state=State.STARTING,
-                    created_at=spec.created_at,
-                    end_at=spec.end_at,
-                )
-            )
+            self._admit(spec)
         self.admitted.set()
         if self.gate is not None:
             await self.gate.wait()
@@ -102,16 +145,46 @@ class FakeNode:
             raise StateConflict("killed while starting", details={"state": known.state})
         if known.state is State.STARTING:
             self.created += 1
-            known = self._set(
-                msgspec.structs.replace(known, state=State.RUNNING, started_at=time.time())
-            )
+            known = self._move(spec.sandbox_id, State.RUNNING, started_at=time.time())
         if self.fail_after is not None:
             raise self.fail_after
         return known
 
+    def _admit(self, spec: SandboxSpec) -> None:
+        content = Content()
+        backend = self.backends[spec.backend]
+        if spec.snapshot_id is not None:
+            number, self._children = self._children, self._children + 1
+            if number in self.fail_children:
+                raise self.fail_children[number]
+            snapshot = self.saved.get(spec.snapshot_id)
+            if snapshot is None:
+                raise SnapshotNotFound(f"no snapshot {spec.snapshot_id} here")
+            assert snapshot.backend == spec.backend, "control must not mix backends"
+            content = copy.deepcopy(self.saved_contents[spec.snapshot_id])
+        self.specs[spec.sandbox_id] = spec
+        self.networks[spec.sandbox_id] = spec.network
+        self.contents[spec.sandbox_id] = content
+        self.statuses[spec.sandbox_id] = SandboxStatus(
+            sandbox_id=spec.sandbox_id,
+            project_id=spec.project_id,
+            template_id=spec.template_id,
+            backend=spec.backend,
+            state=State.PENDING,
+            created_at=spec.created_at,
+            end_at=spec.end_at,
+            accelerator=backend.accelerator,
+            vmm=backend.vmm,
+        )
+        self._move(spec.sandbox_id, State.STARTING)
+
     async def get(self, sandbox_id: str) -> SandboxStatus:
         self._reach()
         return self._known(sandbox_id)
+
+    async def list(self) -> list[SandboxStatus]:
+        self._reach()
+        return [status for status in self.statuses.values() if status.state not in TERMINAL]
 
     async def kill(self, sandbox_id: str, reason: EndReason = EndReason.KILLED) -> SandboxStatus:
         self._reach()
@@ -119,6 +192,162 @@ class FakeNode:
         if status.state in TERMINAL:
             return status
         return self.end(sandbox_id, reason)
+
+    async def pause(self, sandbox_id: str, mode: StateMode = "full") -> PauseReport:
+        self._reach()
+        self.calls.append("pause")
+        status = self._live(sandbox_id)
+        moving = self._moving.get(sandbox_id)
+        if moving is not None and moving.get_name() == "pause":
+            shared: PauseReport = await self._shared(moving)
+            return shared
+        while moving is not None and moving.get_name() == "snapshot":
+            await asyncio.wait({moving})
+            status = self._live(sandbox_id)
+            moving = self._moving.get(sandbox_id)
+        if status.state is State.PAUSED:
+            raise AlreadyPaused(f"sandbox {sandbox_id} is paused")
+        self._must_be(sandbox_id, State.RUNNING)
+        report: PauseReport = await self._shared(self._begin_pause(sandbox_id, mode))
+        self._answer("pause")
+        return report
+
+    def _begin_pause(self, sandbox_id: str, mode: StateMode) -> asyncio.Task[PauseReport]:
+        self._move(sandbox_id, State.PAUSING)
+        return self._start("pause", sandbox_id, self._pause(sandbox_id, mode))
+
+    async def _pause(self, sandbox_id: str, mode: StateMode) -> PauseReport:
+        await self._half_way("pause", sandbox_id)
+        if "pause" in self.fail:
+            self._move(sandbox_id, State.RUNNING)
+            raise self.fail["pause"]
+        if mode == "filesystem":
+            self.contents[sandbox_id].memory.clear()
+        status = self._move(sandbox_id, State.PAUSED, pause_mode=mode)
+        return PauseReport(
+            status=status,
+            took_s=0.1,
+            memory_before_bytes=1 << 28,
+            memory_freed_bytes=1 << 27,
+            stored_bytes=1 << 20 if mode == "full" else 0,
+        )
+
+    async def resume(
+        self, sandbox_id: str, *, end_at: float, reboot: bool = False
+    ) -> SandboxStatus:
+        self._reach()
+        self.calls.append("resume")
+        for _ in range(10):
+            status = self._live(sandbox_id)
+            moving = self._moving.get(sandbox_id)
+            if status.state is State.PAUSED:
+                moving = self._start("resume", sandbox_id, self._resume(sandbox_id, end_at, reboot))
+                await self._shared(moving)
+                continue
+            if moving is not None:
+                # One that fails tells those who share it.
+                waits = moving.get_name() != "resume"
+                await (asyncio.wait({moving}) if waits else self._shared(moving))
+                continue
+            self._must_be(sandbox_id, State.RUNNING)
+            if end_at > status.end_at:
+                status = self.statuses[sandbox_id] = msgspec.structs.replace(status, end_at=end_at)
+            self._answer("resume")
+            return status
+        raise AssertionError("never came to rest")
+
+    async def _resume(self, sandbox_id: str, end_at: float, reboot: bool) -> None:
+        self._move(sandbox_id, State.RESUMING)
+        await self._half_way("resume", sandbox_id)
+        if "resume" in self.fail:
+            self._move(sandbox_id, State.PAUSED)
+            raise self.fail["resume"]
+        if reboot:
+            self.contents[sandbox_id].memory.clear()
+        # Its old end time was forgotten when it paused.
+        self._move(sandbox_id, State.RUNNING, pause_mode=None, end_at=end_at)
+
+    async def snapshot(
+        self,
+        sandbox_id: str,
+        snapshot_id: str,
+        *,
+        mode: StateMode = "full",
+        ephemeral: bool = False,
+    ) -> Snapshot:
+        self._reach()
+        self.calls.append("snapshot")
+        if snapshot_id in self.saved:
+            return self.saved[snapshot_id]
+        status = self._live(sandbox_id)
+        spec = self.specs[sandbox_id]
+        if mode == "full" and not self.backends[spec.backend].capabilities.memory_snapshot:
+            raise NotSupported(f"{spec.backend} cannot keep memory")
+        moving = self._moving.get(sandbox_id)
+        while moving is not None and moving.get_name() == "snapshot":
+            await asyncio.wait({moving})
+            status = self._live(sandbox_id)
+            moving = self._moving.get(sandbox_id)
+        if status.state is State.PAUSED:
+            if mode == "full" and status.pause_mode == "filesystem":
+                raise NotSupported("it was paused without memory; ask for filesystem")
+            return self._save(sandbox_id, snapshot_id, mode, ephemeral)
+        self._must_be(sandbox_id, State.RUNNING)
+        self._move(sandbox_id, State.PAUSING)
+        work = self._snapshot(sandbox_id, snapshot_id, mode, ephemeral)
+        taken: Snapshot = await self._shared(self._start("snapshot", sandbox_id, work))
+        self._answer("snapshot")
+        return taken
+
+    async def _snapshot(
+        self, sandbox_id: str, snapshot_id: str, mode: StateMode, ephemeral: bool
+    ) -> Snapshot:
+        await self._half_way("snapshot", sandbox_id)
+        if "snapshot" in self.fail:
+            self._move(sandbox_id, State.RUNNING)
+            raise self.fail["snapshot"]
+        taken = self._save(sandbox_id, snapshot_id, mode, ephemeral)
+        self._move(sandbox_id, State.RUNNING)
+        return taken
+
+    def _save(
+        self, sandbox_id: str, snapshot_id: str, mode: StateMode, ephemeral: bool
+    ) -> Snapshot:
+        spec = self.specs[sandbox_id]
+        content = copy.deepcopy(self.contents[sandbox_id])
+        if mode == "filesystem":
+            content.memory.clear()
+        taken = Snapshot(
+            snapshot_id=snapshot_id,
+            source_id=sandbox_id,
+            backend=spec.backend,
+            mode=mode,
+            image=spec.image,
+            cpu=spec.cpu,
+            memory_mb=spec.memory_mb,
+            disk_mb=spec.disk_mb,
+            created_at=time.time(),
+            disk_bytes=4_096,
+            memory_bytes=1 << 20 if mode == "full" else 0,
+            versions={"vmm": "qemu 7.2"} if mode == "full" else {},
+        )
+        self.saved[snapshot_id] = taken
+        self.saved_contents[snapshot_id] = content
+        if ephemeral:
+            self.ephemeral.add(snapshot_id)
+        return taken
+
+    async def snapshots(self) -> list[Snapshot]:  # type: ignore[valid-type]
+        self._reach()
+        return [s for name, s in self.saved.items() if name not in self.ephemeral]
+
+    async def delete_snapshot(self, snapshot_id: str) -> bool:
+        self._reach()
+        if "delete_snapshot" in self.fail:
+            raise self.fail["delete_snapshot"]
+        self.ephemeral.discard(snapshot_id)
+        self.saved_contents.pop(snapshot_id, None)
+        return self.saved.pop(snapshot_id, None) is not None
 
     async def set_end_at(
         self, sandbox_id: str, end_at: float, *, only_extend: bool = False
@@ -129,23 +358,28 @@ class FakeNode:
             status = msgspec.structs.replace(status, end_at=end_at)
             self.statuses[sandbox_id] = status
         if status.end_at <= time.time():
-            return self.end(sandbox_id, EndReason.TIMEOUT)
+            return self.expire(sandbox_id)
         return status
 
     async def set_network(self, sandbox_id: str, policy: NetworkPolicy) -> None:
         self._reach()
-        self._live(sandbox_id)
+        self._must_be(sandbox_id, State.RUNNING)
         self.networks[sandbox_id] = policy
 
     async def route(self, sandbox_id: str) -> Route:
         self._reach()
-        status = self._live(sandbox_id)
-        if status.state is not State.RUNNING:
-            raise StateConflict(f"it is {status.state}", details={"state": status.state})
+        self._live(sandbox_id)
+        for _ in range(10):
+            moving = self._moving.get(sandbox_id)
+            if moving is None:
+                break
+            await asyncio.wait({moving})
+        self._live(sandbox_id)
+        self._must_be(sandbox_id, State.RUNNING)
         spec = self.specs[sandbox_id]
         return Route(
             sandbox_id=sandbox_id,
-            state=status.state,
+            state=State.RUNNING,
             address="10.201.0.5",
             agent_port=49983,
             control_token=spec.control_token,
@@ -157,12 +391,14 @@ class FakeNode:
     ) -> Route:
         self._reach()
         for sandbox_id, spec in self.specs.items():
-            wanted = f"{path}:{operation}:{username}:{spec.access_token}:{expiration}"
-            if signature == wanted:
+            if self.statuses[sandbox_id].state is not State.RUNNING:
+                continue
+            token = spec.access_token
+            if signature == file_signature(path, operation, username, token, expiration):
                 return await self.route(sandbox_id)
         raise SandboxNotFound("no running sandbox's token fits")
 
-    async def metrics(self, sandbox_id: str, start: float, end: float) -> list[MetricSample]:
+    async def metrics(self, sandbox_id: str, start: float, end: float) -> list[MetricSample]:  # type: ignore[valid-type]
         self._reach()
         self._known(sandbox_id)
         return [s for s in self.samples.get(sandbox_id, []) if start <= s.at <= end]
@@ -176,27 +412,36 @@ class FakeNode:
         finally:
             self._listeners.discard(queue)
 
-    async def list(self) -> list[SandboxStatus]:
-        self._reach()
-        return [status for status in self.statuses.values() if status.state not in TERMINAL]
-
     # --- for tests ----------------------------------------------------------
 
     def end(self, sandbox_id: str, reason: EndReason, message: str | None = None) -> SandboxStatus:
         """The sandbox ends by itself."""
-        return self._set(
-            msgspec.structs.replace(
-                self.statuses[sandbox_id],
-                state=State.ENDED,
-                ended_at=time.time(),
-                reason=reason,
-                message=message,
-            )
+        moving = self._moving.pop(sandbox_id, None)
+        ended = self._move(
+            sandbox_id, State.ENDED, ended_at=time.time(), reason=reason, message=message
         )
+        if moving is not None:
+            moving.cancel()
+        return ended
+
+    def expire(self, sandbox_id: str) -> SandboxStatus:
+        """Its time is up."""
+        spec, status = self.specs[sandbox_id], self.statuses[sandbox_id]
+        if spec.on_timeout == "kill":
+            return self.end(sandbox_id, EndReason.TIMEOUT)
+        if status.state is State.RUNNING:
+            self._begin_pause(sandbox_id, spec.pause_mode)
+        return self.statuses[sandbox_id]
 
     def forget(self, sandbox_id: str) -> None:
         """The node loses the sandbox without a word."""
         del self.statuses[sandbox_id]
+
+    def restart(self) -> None:
+        """The node starts anew: what forks had saved is gone."""
+        for snapshot_id in self.ephemeral:
+            del self.saved[snapshot_id], self.saved_contents[snapshot_id]
+        self.ephemeral.clear()
 
     def sample(self, sandbox_id: str, at: float) -> None:
         """The node measures once."""
@@ -213,8 +458,54 @@ class FakeNode:
             )
         )
 
-    def _set(self, status: SandboxStatus) -> SandboxStatus:
-        self.statuses[status.sandbox_id] = status
+    async def settled(self) -> None:
+        """Wait until no pause, resume or snapshot is under way."""
+        while self._moving:
+            await asyncio.wait(set(self._moving.values()))
+            await asyncio.sleep(0)
+
+    # --- inside -------------------------------------------------------------
+
+    def _start(
+        self, name: str, sandbox_id: str, work: Coroutine[Any, Any, Any]
+    ) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._moving[sandbox_id] = task
+
+        def done(_: asyncio.Task[Any]) -> None:
+            if self._moving.get(sandbox_id) is task:
+                del self._moving[sandbox_id]
+            if not task.cancelled():
+                task.exception()
+
+        task.add_done_callback(done)
+        return task
+
+    async def _shared(self, task: asyncio.Task[Any]) -> Any:
+        """The task's result. One that was cut off by a kill tells of the end."""
+        await asyncio.wait({task})
+        # Its done callback may come after us.
+        await asyncio.sleep(0)
+        if task.cancelled():
+            raise SandboxNotFound("it was killed meanwhile")
+        return task.result()
+
+    async def _half_way(self, name: str, sandbox_id: str) -> None:
+        if self.between is not None:
+            await self.between(name)
+        else:
+            await asyncio.sleep(0)
+        assert self.statuses[sandbox_id].state not in TERMINAL
+
+    def _answer(self, name: str) -> None:
+        if name in self.lose_answer:
+            raise self.lose_answer[name]
+
+    def _move(self, sandbox_id: str, state: State, **told: object) -> SandboxStatus:
+        before = self.statuses[sandbox_id]
+        assert can_move(before.state, state), (before.state, state)
+        status = msgspec.structs.replace(before, state=state, seq=before.seq + 1, **told)
+        self.statuses[sandbox_id] = status
         for queue in self._listeners:
             queue.put_nowait(
                 NodeEvent(
@@ -223,6 +514,7 @@ class FakeNode:
                     at=time.time(),
                     reason=status.reason,
                     message=status.message,
+                    seq=status.seq,
                 )
             )
         return status
@@ -242,3 +534,10 @@ class FakeNode:
         if status.state in TERMINAL:
             raise SandboxNotFound(f"{sandbox_id} has ended")
         return status
+
+    def _must_be(self, sandbox_id: str, state: State) -> None:
+        status = self._live(sandbox_id)
+        if status.state is not state:
+            raise StateConflict(
+                f"sandbox {sandbox_id} is {status.state}", details={"state": status.state}
+            )

@@ -233,7 +233,7 @@ async def test_restart_in_the_middle(config: Config, node: FakeNode, reached_nod
     call = asyncio.create_task(services.creates.create(caller, PARAMS, key="k"))
     await node.admitted.wait()
     # The daemon dies without a word: nothing is finished, nothing is undone.
-    for task in list(services.creates._tasks):
+    for task in list(services.creates.attempts.tasks):
         task.cancel()
     await asyncio.gather(call, return_exceptions=True)
     await services.watcher.stop()
@@ -265,7 +265,7 @@ REFUSED: list[tuple[CreateParams, type[Exception]]] = [
     (CreateParams(template=""), InvalidRequest),
     (CreateParams(template="x" * 10_000), InvalidRequest),
     (CreateParams(backend="microvm"), NotSupported),
-    (CreateParams(on_timeout="pause"), NotSupported),
+    (CreateParams(pause_mode="filesystem", auto_resume=True), InvalidRequest),
     (CreateParams(timeout_s=10**9), InvalidRequest),
     (CreateParams(env={"": "x"}), InvalidRequest),
     (CreateParams(env={"A=B": "x"}), InvalidRequest),

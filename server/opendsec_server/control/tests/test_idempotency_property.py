@@ -102,7 +102,7 @@ class World:
 
     async def crash(self) -> None:
         """The process is gone: nothing is finished, nothing is undone."""
-        for task in (*self.calls, *self.services.creates._tasks):
+        for task in (*self.calls, *self.services.creates.attempts.tasks):
             task.cancel()
         await self.collect()
         await self.services.watcher.stop()

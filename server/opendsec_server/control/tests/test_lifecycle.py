@@ -97,8 +97,8 @@ async def test_timeout_replaces_and_connect_extends(
     lifecycle = services.lifecycle
     shorter = await lifecycle.set_timeout(caller, name, 10)
     assert shorter.end_at == pytest.approx(time.time() + 10, abs=5)
-    assert (await lifecycle.connect(caller, name, 5)).end_at == shorter.end_at
-    longer = await lifecycle.connect(caller, name, 500)
+    assert (await lifecycle.connect(caller, name, 5)).record.end_at == shorter.end_at
+    longer = (await lifecycle.connect(caller, name, 500)).record
     assert longer.end_at == pytest.approx(time.time() + 500, abs=5)
     assert node.statuses[name].end_at == longer.end_at
     assert (await lifecycle.get(caller, name)).end_at == longer.end_at

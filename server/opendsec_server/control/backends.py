@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Which backends the node offers, and which one a create gets."""
+
+from __future__ import annotations
+
+import structlog
+
+from opendsec_server.config import Config
+from opendsec_server.contract.errors import NotSupported
+from opendsec_server.contract.node import Backend, BackendInfo, NodeInfo, StateMode
+
+log = structlog.get_logger(__name__)
+
+
+class Backends:
+    """Questions about backends, answered from what the node declares of them."""
+
+    def __init__(self, config: Config, node_info: NodeInfo) -> None:
+        self._by_name: dict[str, BackendInfo] = {info.name: info for info in node_info.backends}
+        self.default: Backend = self._choose(config)
+        """What a create gets that names no backend."""
+        if self.default not in self._by_name:
+            log.warning(
+                "the default backend is not available: creates must name another",
+                default=self.default,
+                available=list(self._by_name),
+            )
+
+    def _choose(self, config: Config) -> Backend:
+        if config.default_backend != "auto":
+            return config.default_backend
+        microvm = self._by_name.get("microvm")
+        # Emulated guests are complete but slow: only those who ask for one get one.
+        return "microvm" if microvm is not None and microvm.accelerator == "kvm" else "container"
+
+    def known(self, name: str) -> BackendInfo:
+        """What the node says of a backend.
+
+        Raises:
+            NotSupported: the node does not offer it.
+        """
+        info = self._by_name.get(name)
+        if info is None:
+            raise NotSupported(
+                f"backend `{name}` is not available on this server",
+                remediation="GET /v1/info lists what is.",
+                details={"available": list(self._by_name)},
+            )
+        return info
+
+    def keeps_memory(self, name: str) -> bool:
+        """Whether snapshots and forks of this backend can hold memory."""
+        info = self._by_name.get(name)
+        return info is not None and info.capabilities.memory_snapshot
+
+    def check_saving(self, name: str, mode: StateMode) -> None:
+        """Whether sandboxes of a backend can be snapshotted and forked in this mode.
+
+        Raises:
+            NotSupported: not at all, or not with their memory.
+        """
+        capabilities = self.known(name).capabilities
+        if not capabilities.fork:
+            raise NotSupported(f"sandboxes of backend `{name}` cannot be forked or snapshotted")
+        if mode == "full" and not capabilities.memory_snapshot:
+            raise NotSupported(
+                f"backend `{name}` cannot save the memory of a running sandbox",
+                remediation="Ask for mode `filesystem`: it keeps the disk.",
+                details={"backend": name, "mode": mode, "supported": ["filesystem"]},
+            )
