@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from ._async._account import AsyncApiKeys
     from ._async._client import AsyncClient
     from ._async._files import AsyncFiles, AsyncFileStream, AsyncWatch
     from ._async._process import AsyncProcess, AsyncPty
     from ._async._sandbox import AsyncSandbox
+    from ._async._snapshots import AsyncSnapshots
     from ._errors import (
         AgentUnresponsive,
         AlreadyExists,
+        AlreadyPaused,
         BadResponse,
         CapacityError,
         CommandFailed,
@@ -53,9 +56,17 @@ if TYPE_CHECKING:
         PlatformError,
         PortNotOpen,
         ProcessNotFound,
+        ProgramNotExecutable,
+        ProgramNotFound,
         QuotaExceeded,
+        ResumeFailed,
         SandboxNotFound,
+        SandboxPaused,
         SandboxStartFailed,
+        SnapshotDamaged,
+        SnapshotFailed,
+        SnapshotIncompatible,
+        SnapshotNotFound,
         StartTimeout,
         StateConflict,
         StoreUnavailable,
@@ -65,34 +76,49 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from ._models import (
+        ApiKey,
+        BackendInfo,
+        Capabilities,
         CommandResult,
         FileInfo,
         MetricSample,
         NetworkPolicy,
         OutputEvent,
+        PauseReport,
         ProcessInfo,
+        Project,
         SandboxInfo,
         ServerInfo,
+        Snapshot,
         TemplateInfo,
         Transition,
         WatchEvent,
     )
+    from ._sync._account import ApiKeys
     from ._sync._client import Client
     from ._sync._files import Files, FileStream, Watch
     from ._sync._process import Process, Pty
     from ._sync._sandbox import Sandbox
+    from ._sync._snapshots import Snapshots
 
 __all__ = [
     "AgentUnresponsive",
     "AlreadyExists",
+    "AlreadyPaused",
+    "ApiKey",
+    "ApiKeys",
+    "AsyncApiKeys",
     "AsyncClient",
     "AsyncFileStream",
     "AsyncFiles",
     "AsyncProcess",
     "AsyncPty",
     "AsyncSandbox",
+    "AsyncSnapshots",
     "AsyncWatch",
+    "BackendInfo",
     "BadResponse",
+    "Capabilities",
     "CapacityError",
     "Client",
     "CommandFailed",
@@ -121,19 +147,31 @@ __all__ = [
     "NotSupported",
     "OpendsecError",
     "OutputEvent",
+    "PauseReport",
     "PayloadTooLarge",
     "PlatformError",
     "PortNotOpen",
     "Process",
     "ProcessInfo",
     "ProcessNotFound",
+    "ProgramNotExecutable",
+    "ProgramNotFound",
+    "Project",
     "Pty",
     "QuotaExceeded",
+    "ResumeFailed",
     "Sandbox",
     "SandboxInfo",
     "SandboxNotFound",
+    "SandboxPaused",
     "SandboxStartFailed",
     "ServerInfo",
+    "Snapshot",
+    "SnapshotDamaged",
+    "SnapshotFailed",
+    "SnapshotIncompatible",
+    "SnapshotNotFound",
+    "Snapshots",
     "StartTimeout",
     "StateConflict",
     "StoreUnavailable",
@@ -150,23 +188,33 @@ __all__ = [
 
 # Loaded at first use: the command line must start fast, and few programs need both halves.
 _HOMES = {
+    "._async._account": ("AsyncApiKeys",),
     "._async._client": ("AsyncClient",),
     "._async._files": ("AsyncFiles", "AsyncFileStream", "AsyncWatch"),
     "._async._process": ("AsyncProcess", "AsyncPty"),
     "._async._sandbox": ("AsyncSandbox",),
+    "._async._snapshots": ("AsyncSnapshots",),
+    "._sync._account": ("ApiKeys",),
     "._sync._client": ("Client",),
     "._sync._files": ("Files", "FileStream", "Watch"),
     "._sync._process": ("Process", "Pty"),
     "._sync._sandbox": ("Sandbox",),
+    "._sync._snapshots": ("Snapshots",),
     "._models": (
+        "ApiKey",
+        "BackendInfo",
+        "Capabilities",
         "CommandResult",
         "FileInfo",
         "MetricSample",
         "NetworkPolicy",
         "OutputEvent",
+        "PauseReport",
         "ProcessInfo",
+        "Project",
         "SandboxInfo",
         "ServerInfo",
+        "Snapshot",
         "TemplateInfo",
         "Transition",
         "WatchEvent",

@@ -7,6 +7,7 @@ and the Connect protocol's ``{"code": "not_found", "message"}``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -17,11 +18,29 @@ from . import _errors as e
 _BY_CODE: dict[str, type[e.OpendsecError]] = {}
 for _cls in e.all_error_classes():
     # A parent comes first, so a code shared with subclasses (InvalidRequest) names the leaf.
-    if not issubclass(_cls, (e.CommandFailed, e.CommandTimeout, e.ConnectionFailed)):
+    if not issubclass(
+        _cls, (e.CommandFailed, e.CommandTimeout, e.ConnectionFailed, e.SandboxPaused)
+    ):
         _BY_CODE[_cls.code] = _cls
 _BY_CODE["invalid_request"] = e.InvalidRequest
 _BY_CODE["internal"] = e.Internal
 _BY_CODE["control_plane_unavailable"] = e.NodeUnavailable
+
+# The edge's words for "your request went nowhere, and may go somewhere later".
+_NOT_FORWARDED = frozenset(
+    {
+        "control_plane_unavailable",
+        "sandbox_state_conflict",
+        "node_full",
+        "quota_exceeded",
+        "resume_failed",
+        "snapshot_failed",
+    }
+)
+
+# How the agent says that it could not load a program, with the number of Linux's error.
+_CANNOT_RUN = re.compile(r"cannot run '.*': .* \(os error (\d+)\)\Z", re.DOTALL)
+_NO_SUCH_PROGRAM = frozenset({2, 20})  # ENOENT, ENOTDIR
 
 _BY_STATUS: dict[int, type[e.OpendsecError]] = {
     400: e.InvalidRequest,
@@ -68,8 +87,10 @@ def from_http(status: int, headers: Mapping[str, str], body: bytes) -> e.Opendse
     if isinstance(native, dict):
         return _native(status, request_id, retry_after_s, native)
     message = str(decoded.get("message") or "") or _plain_text(body) or f"HTTP status {status}"
-    code = decoded.get("code")
+    code, error_code = decoded.get("code"), decoded.get("error_code")
     cls = _class_of(status, code, message)
+    if isinstance(error_code, str):
+        cls = _BY_CODE.get(error_code, cls)
     error = cls(
         message,
         request_id=request_id,
@@ -77,11 +98,16 @@ def from_http(status: int, headers: Mapping[str, str], body: bytes) -> e.Opendse
         retry_after_s=retry_after_s,
         details={k: v for k, v in decoded.items() if k not in ("code", "message")},
     )
-    if decoded.get("error_code") == "control_plane_unavailable":
-        # The edge could not ask where the sandbox is, so it has sent nothing on.
+    if error_code in _NOT_FORWARDED and retry_after_s is not None:
+        # The edge could not learn where the sandbox is, or could not resume it.
         error.details["not_forwarded"] = True
         error.retryable = True
     return error
+
+
+def from_native(body: Mapping[str, Any]) -> e.OpendsecError:
+    """The exception for an ``error`` object inside a successful answer of the native API."""
+    return _native(None, None, None, body)
 
 
 def from_connect(code: str, message: str) -> e.OpendsecError:
@@ -89,17 +115,23 @@ def from_connect(code: str, message: str) -> e.OpendsecError:
     if code == "unavailable" and "was not found" in message:
         return e.SandboxNotFound(message)
     cls = _BY_CONNECT_CODE.get(code, e.Internal)
+    if cls is e.InvalidRequest and (found := _CANNOT_RUN.match(message)):
+        missing = int(found[1]) in _NO_SUCH_PROGRAM
+        return (e.ProgramNotFound if missing else e.ProgramNotExecutable)(message)
     if cls is e.ConnectionFailed:
         return e.ConnectionFailed(message or "The stream was cancelled.")
     return cls(message or code)
 
 
 def _native(
-    status: int, request_id: str | None, retry_after_s: float | None, body: dict[str, Any]
+    status: int | None,
+    request_id: str | None,
+    retry_after_s: float | None,
+    body: Mapping[str, Any],
 ) -> e.OpendsecError:
     code = str(body.get("code") or "")
     details = body.get("details")
-    cls = _BY_CODE.get(code) or _BY_STATUS.get(status) or e.Internal
+    cls = _BY_CODE.get(code) or _BY_STATUS.get(status or 0) or e.Internal
     error = cls(
         str(body.get("message") or code or f"HTTP status {status}"),
         remediation=str(body["remediation"]) if body.get("remediation") else None,

@@ -8,11 +8,14 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     OpendsecError
     ├── UserError            fault=user      the caller must change something
     │   ├── InvalidRequest
+    │   │   ├── ProgramNotFound         local
+    │   │   └── ProgramNotExecutable    local
     │   ├── Unauthenticated
     │   ├── Forbidden
     │   ├── NotFound
     │   │   ├── SandboxNotFound
     │   │   ├── TemplateNotFound
+    │   │   ├── SnapshotNotFound
     │   │   ├── FileNotFound            local
     │   │   └── ProcessNotFound         local
     │   ├── Conflict
@@ -20,6 +23,8 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── IdempotencyInProgress   (retryable)
     │   │   ├── IdempotencyOutcomeUnknown (retryable)
     │   │   ├── StateConflict
+    │   │   │   ├── AlreadyPaused
+    │   │   │   └── SandboxPaused       local
     │   │   └── AlreadyExists           local
     │   ├── MethodNotAllowed
     │   ├── PayloadTooLarge
@@ -40,6 +45,10 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
         ├── NodeUnavailable             (retryable)
         ├── StoreUnavailable            (retryable)
         ├── StartTimeout                (retryable)
+        ├── SnapshotFailed              (retryable)
+        ├── SnapshotDamaged
+        ├── SnapshotIncompatible
+        ├── ResumeFailed                (retryable)
         ├── ConnectionFailed            local (retryable)
         └── BadResponse                 local
 """
@@ -125,6 +134,25 @@ class InvalidRequest(UserError):
     """A field is missing, malformed or out of range."""
 
 
+class ProgramNotFound(InvalidRequest):
+    """The program to run does not exist in the sandbox, or its script's interpreter does not."""
+
+    code = "program_not_found"
+    default_remediation = (
+        "Check the name. Without a slash it is looked for in the PATH of the sandbox; a script "
+        "also needs the interpreter that its first line names."
+    )
+
+
+class ProgramNotExecutable(InvalidRequest):
+    """The program to run exists, but the sandbox's system refuses to run it."""
+
+    code = "program_not_executable"
+    default_remediation = (
+        "Make it executable for the user (chmod +x), and check that it is built for this machine."
+    )
+
+
 class Unauthenticated(UserError):
     """No API key or access token, or one that is not known."""
 
@@ -167,6 +195,13 @@ class TemplateNotFound(NotFound):
 
     code = "template_not_found"
     default_remediation = "List templates and use one of their names."
+
+
+class SnapshotNotFound(NotFound):
+    """No such snapshot for this caller."""
+
+    code = "snapshot_not_found"
+    default_remediation = "List snapshots and use one of their ids or names."
 
 
 class FileNotFound(NotFound):
@@ -217,6 +252,37 @@ class StateConflict(Conflict):
     """The sandbox is in a state that does not allow the operation."""
 
     code = "sandbox_state_conflict"
+
+
+class AlreadyPaused(StateConflict):
+    """A pause of a sandbox that is paused."""
+
+    code = "already_paused"
+    default_remediation = "Nothing is to be done. Resume it to use it."
+
+
+class SandboxPaused(StateConflict):
+    """The sandbox is paused, or was paused under a running call. Nothing of it is lost.
+
+    Attributes:
+        pid: The process whose stream ended, if its id was known. It goes on after a resume if the
+            pause kept the memory (``details["pause_mode"]`` is ``full``): attach to it again.
+        stdout: What the command had written until then, up to the output limit.
+        stderr: The same for its error output.
+    """
+
+    code = "sandbox_paused"
+    default_remediation = (
+        "Resume it. If the pause kept its memory, its processes go on: attach to them by pid."
+    )
+
+    def __init__(
+        self, message: str, *, details: Mapping[str, Any] | None = None, pid: int | None = None
+    ) -> None:
+        super().__init__(message, details=details)
+        self.pid = pid
+        self.stdout = ""
+        self.stderr = ""
 
 
 class AlreadyExists(Conflict):
@@ -390,6 +456,41 @@ class StartTimeout(PlatformError):
     code = "start_timeout"
     retryable = True
     default_remediation = "Retry with the same idempotency key."
+
+
+class SnapshotFailed(PlatformError):
+    """A sandbox's state could not be saved. The sandbox itself goes on; nothing is left behind."""
+
+    code = "snapshot_failed"
+    retryable = True
+    default_remediation = "Retry; if it repeats, look at the node's free disk and its log."
+
+
+class SnapshotDamaged(PlatformError):
+    """What was saved does not match its checksum or is cut short. It was not used."""
+
+    code = "snapshot_damaged"
+    default_remediation = (
+        "Delete the snapshot and take it again. A paused sandbox can be resumed from its disk "
+        "alone (reboot=True)."
+    )
+
+
+class SnapshotIncompatible(PlatformError):
+    """Saved memory needs another VMM, CPU model, guest kernel or agent than the node has."""
+
+    code = "snapshot_incompatible"
+    default_remediation = (
+        "Use a node that has what it needs, or start from its disk alone (reboot=True)."
+    )
+
+
+class ResumeFailed(PlatformError):
+    """A paused sandbox did not come up again. It stays paused; nothing of it is lost."""
+
+    code = "resume_failed"
+    retryable = True
+    default_remediation = "Retry; if it repeats, resume it from its disk alone (reboot=True)."
 
 
 class ConnectionFailed(PlatformError):

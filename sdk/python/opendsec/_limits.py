@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 CONNECT_TIMEOUT_S = 10.0
-REQUEST_TIMEOUT_S = 60.0
-"""No byte for so long on an ordinary call: the connection counts as lost."""
+REQUEST_TIMEOUT_S = 75.0
+"""No byte for so long on an ordinary call: the connection counts as lost. Above the 60 s that the
+edge lets a request wait for its sandbox's resume, so that its typed answer arrives first."""
 
 CREATE_TIMEOUT_S = 90.0
 """Above the server's own start budget, so that the server's typed answer arrives first."""
+
+STATE_TIMEOUT_S = 300.0
+"""Pause, resume, fork and snapshot: memory of many gigabytes may have to go to or from disk."""
 
 HEALTH_TIMEOUT_S = 5.0
 PROBE_PAUSES_S = (0.25, 0.5, 1.0)
@@ -18,7 +22,7 @@ edge needs a moment, and "it lives" is worth more to the caller than "unknown"."
 KEEPALIVE_INTERVAL_S = 15
 """Silent streams carry a sign of life this often."""
 
-STREAM_SILENCE_MAX_S = 60.0
+STREAM_SILENCE_MAX_S = 75.0
 """A stream without even a sign of life for so long counts as lost."""
 
 DEADLINE_GRACE_S = 10.0
@@ -44,6 +48,9 @@ STDIN_END_S = 0.2
 """After a command's end, its input's source gets so long to notice before it is left alone."""
 
 FILE_CHUNK_BYTES = 256 * 1024
+
+FORKS_MAX = 100
+"""Children of one fork."""
 
 LIST_PAGE_MAX = 100
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 OnTimeout = Literal["kill", "pause"]
+StateMode = Literal["full", "filesystem"]
+"""What a pause, fork or snapshot keeps: ``full`` memory and disk, ``filesystem`` the disk alone."""
 
 
 class NetworkPolicy(msgspec.Struct, kw_only=True, frozen=True):
@@ -40,8 +42,16 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         state: pending, starting, running, pausing, paused, resuming, stopping, ended or failed.
-        end_at: When its time runs out.
-        end_reason: Why it ended (killed, timeout, idle, exited, oom, start_failed, lost).
+        backend: How it is isolated, such as ``container``, ``microvm`` or ``vm``.
+        accelerator: How a virtual machine's instructions run: ``kvm`` on the processor, ``tcg``
+            emulated and slow; ``none`` for backends without one.
+        vmm: The program behind a virtual machine, with its version; None for others.
+        end_at: When its time runs out; None while it is paused.
+        end_reason: Why it ended (killed, timeout, idle, exited, oom, kernel_panic, vmm_failed,
+            start_failed, lost).
+        on_timeout: What happens then: ``kill`` or ``pause``.
+        pause_mode: What a pause keeps, or kept: ``full`` or ``filesystem``.
+        auto_resume: Whether a request to it resumes it while it is paused.
         fault: Whose fault an unasked end was: user, platform or capacity.
         env: None in lists.
         access_token: Opens files and processes. Only from create, connect and info.
@@ -71,6 +81,10 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
     fault: str | None = None
     idle_timeout_s: float | None = None
     on_timeout: str = "kill"
+    pause_mode: str | None = None
+    auto_resume: bool = False
+    accelerator: str = "none"
+    vmm: str | None = None
     network: NetworkPolicy | None = None
     access_token: str | None = None
     traffic_token: str | None = None
@@ -82,6 +96,60 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
     def ended(self) -> bool:
         """Whether its life is over, well or not."""
         return self.state in ("ended", "failed")
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it is paused, or on its way to it."""
+        return self.state in ("pausing", "paused")
+
+
+class PauseReport(msgspec.Struct, kw_only=True, frozen=True):
+    """What a pause did.
+
+    Attributes:
+        sandbox: The sandbox afterwards.
+        took_s: How long it took, in seconds.
+        memory_before_bytes: What the sandbox held of the host's memory.
+        memory_freed_bytes: What the host got back of it.
+        stored_bytes: What was written to disk for it.
+    """
+
+    sandbox: SandboxInfo
+    took_s: float = 0.0
+    memory_before_bytes: int = 0
+    memory_freed_bytes: int = 0
+    stored_bytes: int = 0
+
+
+class Snapshot(msgspec.Struct, kw_only=True, frozen=True, rename={"snapshot_id": "id"}):
+    """A saved disk, or disk and memory, that sandboxes can be created from.
+
+    Attributes:
+        snapshot_id: Give it as ``template=`` to create a sandbox from it.
+        name: Its name, if it has one; serves as the id does.
+        names: All its names.
+        source_id: The sandbox it was taken of; it need not exist any more.
+        backend: Of its source; sandboxes from it have the same.
+        mode: ``full``: memory too, so its processes go on; ``filesystem``: the disk alone.
+        template: What its source was made from.
+        disk_bytes: What only this snapshot's disk holds.
+        memory_bytes: What its memory takes on disk.
+    """
+
+    snapshot_id: str
+    name: str | None = None
+    names: tuple[str, ...] = ()
+    source_id: str = ""
+    backend: str = ""
+    mode: str = ""
+    template: str = ""
+    cpu: float = 0.0
+    memory_mb: int = 0
+    disk_mb: int = 0
+    created_at: datetime | None = None
+    disk_bytes: int = 0
+    memory_bytes: int = 0
+    project_id: str = ""
 
 
 class Transition(msgspec.Struct, kw_only=True, frozen=True, rename={"from_state": "from"}):
@@ -125,14 +193,85 @@ class TemplateInfo(msgspec.Struct, kw_only=True, frozen=True):
     public: bool = False
 
 
+class Capabilities(msgspec.Struct, kw_only=True, frozen=True):
+    """What a backend can do.
+
+    Attributes:
+        own_kernel: Its sandboxes do not share the host's kernel.
+        memory_snapshot: Snapshots and forks can hold memory (mode ``full``).
+        pause_survives_reboot: A full pause is kept on disk, not in memory of the host.
+        fork: Sandboxes can be forked, at least their disk.
+        disk_images: It boots disk images with a kernel and init of their own.
+        console: Sandboxes have a serial console and a screen to look at.
+        passthrough: Devices of the host can be given to a sandbox.
+    """
+
+    own_kernel: bool = False
+    memory_snapshot: bool = False
+    pause_survives_reboot: bool = False
+    fork: bool = False
+    disk_images: bool = False
+    console: bool = False
+    passthrough: bool = False
+
+
+class BackendInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """A way of isolation that the server offers; ``name`` is what ``create(backend=)`` takes.
+
+    Attributes:
+        accelerator: ``kvm``, ``tcg`` (emulated and slow) or ``none``.
+        vmm: The program behind virtual machines, with its version; None without one.
+    """
+
+    name: str
+    accelerator: str = "none"
+    vmm: str | None = None
+    capabilities: Capabilities = Capabilities()
+
+
 class ServerInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """The server: version, domain, its node, and what it can do."""
+    """The server: version, domain, its node, and what it can do.
+
+    Attributes:
+        backends: The ways of isolation it offers.
+        default_backend: What ``create`` takes if none is named.
+    """
 
     version: str
     domain: str = ""
     envd_version: str = ""
+    backends: tuple[BackendInfo, ...] = ()
+    default_backend: str = ""
     node: dict[str, Any] = {}
     features: dict[str, Any] = {}
+
+
+class Project(msgspec.Struct, kw_only=True, frozen=True):
+    """The project that the API key belongs to.
+
+    Attributes:
+        sandboxes_max: How many of its sandboxes may be alive at once.
+    """
+
+    project_id: str
+    name: str = ""
+    sandboxes_max: int = 0
+    created_at: datetime | None = None
+
+
+class ApiKey(msgspec.Struct, kw_only=True, frozen=True):
+    """An API key of the project.
+
+    Attributes:
+        hint: Its first and last characters.
+        key: The key itself; only from the call that made it, else None.
+    """
+
+    key_id: str
+    name: str = ""
+    hint: str = ""
+    created_at: datetime | None = None
+    key: str | None = None
 
 
 class FileInfo(msgspec.Struct, kw_only=True, frozen=True):

@@ -14,26 +14,53 @@ from urllib.parse import quote
 import msgspec
 
 from opendsec import _limits, _settings
-from opendsec._errors import InvalidRequest, SandboxNotFound
+from opendsec._answers import from_native
+from opendsec._errors import InvalidRequest, OpendsecError, SandboxNotFound
 from opendsec._models import (
     MetricSample,
     NetworkPolicy,
     OnTimeout,
+    PauseReport,
+    Project,
     SandboxInfo,
     ServerInfo,
+    Snapshot,
+    StateMode,
     TemplateInfo,
     Transition,
 )
 from opendsec._retry import RetryPolicy
 
+from ._account import AsyncApiKeys
 from ._connect import gone
 from ._sandbox import AsyncSandbox
+from ._snapshots import AsyncSnapshots
 from ._transport import AsyncTransport
 
 
 class _SandboxPage(msgspec.Struct):
     sandboxes: list[SandboxInfo] = []
     next_cursor: str | None = None
+
+
+class _PauseFigures(msgspec.Struct):
+    took_s: float = 0.0
+    memory_before_bytes: int = 0
+    memory_freed_bytes: int = 0
+    stored_bytes: int = 0
+
+
+class _Paused(SandboxInfo, kw_only=True, frozen=True):
+    pause: _PauseFigures = msgspec.field(default_factory=_PauseFigures)
+
+
+class _ForkItem(msgspec.Struct):
+    sandbox: SandboxInfo | None = None
+    error: dict[str, Any] | None = None
+
+
+class _Forked(msgspec.Struct):
+    items: list[_ForkItem] = []
 
 
 class _Templates(msgspec.Struct):
@@ -60,6 +87,10 @@ class AsyncClient:
         retries_max: How often a failed call that may be repeated is repeated, with growing
             pauses. 0: never.
 
+    Attributes:
+        snapshots: Saved states that sandboxes can be created from.
+        api_keys: The keys of the project.
+
     Every method can raise:
 
     * ``Unauthenticated``, ``Forbidden``: the key is missing, unknown, or not enough.
@@ -80,6 +111,8 @@ class AsyncClient:
     ) -> None:
         self.settings = _settings.resolve(base_url, api_key, sandbox_url)
         self._transport = AsyncTransport(self.settings, RetryPolicy(retries_max))
+        self.snapshots = AsyncSnapshots(self._transport)
+        self.api_keys = AsyncApiKeys(self._transport)
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,6 +143,8 @@ class AsyncClient:
         timeout_s: float = 300,
         idle_timeout_s: float | None = None,
         on_timeout: OnTimeout = "kill",
+        pause_mode: StateMode | None = None,
+        auto_resume: bool = False,
         network: NetworkPolicy | None = None,
         backend: str | None = None,
         idempotency_key: str | None = None,
@@ -120,7 +155,7 @@ class AsyncClient:
         of the first try and never makes a second one.
 
         Args:
-            template: Name or id of a template.
+            template: Name or id of a template, or of a snapshot.
             cpu: Cores; fractions are allowed. None: the template's default.
             memory_mb: Memory in MiB. None: the template's default.
             disk_mb: Writable disk in MiB. None: the template's default.
@@ -128,9 +163,12 @@ class AsyncClient:
             metadata: Your own facts, to filter lists by.
             labels: Your own words, to filter lists by.
             task_id: The job it belongs to.
-            timeout_s: It ends after so many seconds (fractions are rounded up).
-            idle_timeout_s: It ends after so many seconds without a request. None: never.
-            on_timeout: ``kill``, or ``pause`` where the server can.
+            timeout_s: Its time runs out after so many seconds (fractions are rounded up).
+            idle_timeout_s: The same after so many seconds without a request. None: never.
+            on_timeout: What happens then: ``kill`` or ``pause``.
+            pause_mode: What such a pause keeps. None: the server's default, ``full``.
+            auto_resume: A request to the paused sandbox (a command, a file, a port) resumes it
+                first. Not after a pause that kept the disk alone.
             network: None: open internet, closed private networks.
             backend: ``container`` or another the server offers. None: the server's default.
             idempotency_key: 1 to 255 of ``[A-Za-z0-9._:-]``. None: a new one per call. Give your
@@ -138,7 +176,9 @@ class AsyncClient:
 
         Raises:
             InvalidRequest: a value is malformed or out of range.
-            TemplateNotFound: there is no such template.
+            TemplateNotFound, SnapshotNotFound: there is no such template or snapshot.
+            NotSupported: the server has no such backend, or it cannot do what was asked.
+            SnapshotDamaged, SnapshotIncompatible: the snapshot cannot be used.
             IdempotencyMismatch: the key was used before with other arguments.
             QuotaExceeded, NodeFull: there is no room now, also after the retries.
             SandboxStartFailed, StartTimeout: it did not start; nothing of it is left.
@@ -155,6 +195,8 @@ class AsyncClient:
             "timeout_s": math.ceil(timeout_s),
             "idle_timeout_s": None if idle_timeout_s is None else math.ceil(idle_timeout_s),
             "on_timeout": on_timeout,
+            "pause_mode": pause_mode,
+            "auto_resume": auto_resume or None,
             "network": network,
             "backend": backend,
         }
@@ -173,10 +215,12 @@ class AsyncClient:
 
         Args:
             timeout_s: Let it live at least so long from now; never shortens its life. None: leave
-                its end as it is.
+                its end as it is; one that was paused gets the server's default.
 
         Raises:
             SandboxNotFound: unknown, or ended.
+            NodeFull, ResumeFailed, SnapshotDamaged, SnapshotIncompatible: it could not be resumed
+                and stays paused.
         """
         if timeout_s is None:
             record = await self.info(sandbox_id)
@@ -189,6 +233,7 @@ class AsyncClient:
             f"{_path(sandbox_id)}/connect",
             SandboxInfo,
             body={} if timeout_s is None else {"timeout_s": math.ceil(timeout_s)},
+            timeout_s=_limits.STATE_TIMEOUT_S,
         )
         return AsyncSandbox(self, record, owns_client=False)
 
@@ -251,6 +296,96 @@ class AsyncClient:
             return False
         return True
 
+    async def pause(self, sandbox_id: str, *, mode: StateMode = "full") -> PauseReport:
+        """Free a sandbox's memory and keep the rest; see ``AsyncSandbox.pause``."""
+        paused = await self._transport.api(
+            "POST",
+            f"{_path(sandbox_id)}/pause",
+            _Paused,
+            body={"mode": mode},
+            timeout_s=_limits.STATE_TIMEOUT_S,
+        )
+        figures = paused.pause
+        return PauseReport(
+            sandbox=paused,
+            took_s=figures.took_s,
+            memory_before_bytes=figures.memory_before_bytes,
+            memory_freed_bytes=figures.memory_freed_bytes,
+            stored_bytes=figures.stored_bytes,
+        )
+
+    async def resume(
+        self, sandbox_id: str, *, timeout_s: float | None = None, reboot: bool = False
+    ) -> SandboxInfo:
+        """Let a paused sandbox run on; see ``AsyncSandbox.resume``."""
+        body: dict[str, Any] = {"reboot": reboot}
+        if timeout_s is not None:
+            body["timeout_s"] = math.ceil(timeout_s)
+        return await self._transport.api(
+            "POST",
+            f"{_path(sandbox_id)}/resume",
+            SandboxInfo,
+            body=body,
+            timeout_s=_limits.STATE_TIMEOUT_S,
+        )
+
+    async def fork(
+        self,
+        sandbox_id: str,
+        count: int = 1,
+        *,
+        mode: StateMode = "full",
+        timeout_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        labels: Sequence[str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> builtins.list[AsyncSandbox | OpendsecError]:
+        """Make copies of a sandbox; see ``AsyncSandbox.fork``."""
+        if not 1 <= count <= _limits.FORKS_MAX:
+            raise InvalidRequest(f"count must be 1 to {_limits.FORKS_MAX}, not {count}.")
+        body: dict[str, Any] = {
+            "count": count,
+            "mode": mode,
+            "timeout_s": None if timeout_s is None else math.ceil(timeout_s),
+            "metadata": None if metadata is None else dict(metadata),
+            "labels": None if labels is None else list(labels),
+        }
+        forked = await self._transport.api(
+            "POST",
+            f"{_path(sandbox_id)}/fork",
+            _Forked,
+            body={name: value for name, value in body.items() if value is not None},
+            headers={"Idempotency-Key": idempotency_key or uuid.uuid4().hex},
+            timeout_s=_limits.STATE_TIMEOUT_S,
+        )
+        return [
+            from_native(item.error or {})
+            if item.sandbox is None
+            else AsyncSandbox(self, item.sandbox, owns_client=False)
+            for item in forked.items
+        ]
+
+    async def snapshot(
+        self,
+        sandbox_id: str,
+        *,
+        name: str | None = None,
+        mode: StateMode = "full",
+        idempotency_key: str | None = None,
+    ) -> Snapshot:
+        """Save a sandbox's state of this instant; see ``AsyncSandbox.snapshot``."""
+        body: dict[str, Any] = {"mode": mode}
+        if name is not None:
+            body["name"] = name
+        return await self._transport.api(
+            "POST",
+            f"{_path(sandbox_id)}/snapshots",
+            Snapshot,
+            body=body,
+            headers={"Idempotency-Key": idempotency_key or uuid.uuid4().hex},
+            timeout_s=_limits.STATE_TIMEOUT_S,
+        )
+
     async def set_timeout(self, sandbox_id: str, timeout_s: float) -> SandboxInfo:
         """Let a sandbox end ``timeout_s`` from now; see ``AsyncSandbox.set_timeout``."""
         return await self._transport.api(
@@ -290,8 +425,12 @@ class AsyncClient:
         reply = await self._transport.api("GET", "/v1/templates", _Templates)
         return reply.templates
 
+    async def project(self) -> Project:
+        """The project that the API key belongs to."""
+        return await self._transport.api("GET", "/v1/project", Project)
+
     async def server_info(self) -> ServerInfo:
-        """What the server is and can do."""
+        """What the server is, and which backends with which capabilities it offers."""
         return await self._transport.api("GET", "/v1/info", ServerInfo)
 
 

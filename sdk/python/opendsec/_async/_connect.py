@@ -19,13 +19,16 @@ from opendsec._errors import (
     NotFound,
     OpendsecError,
     SandboxNotFound,
+    SandboxPaused,
+    StateConflict,
+    Unauthenticated,
 )
 from opendsec._models import SandboxInfo
 from opendsec._retry import Repeat
 from opendsec._wire import FLAG_END, EndRecord, FrameDecoder, encode_frame
 
 from ._concurrency import Content, chunks, sleep
-from ._transport import AsyncTransport, decode
+from ._transport import AsyncTransport, RequestMaker, decode
 
 T = TypeVar("T")
 
@@ -53,6 +56,35 @@ class AsyncSandboxWire:
             basic = base64.b64encode(f"{user}:".encode()).decode("ascii")
             headers["Authorization"] = f"Basic {basic}"
         return headers
+
+    async def exchange(
+        self, make: RequestMaker, *, repeat: Repeat, retries: bool = True
+    ) -> httpx2.Response:
+        """Send to the sandbox and read the whole answer.
+
+        Raises:
+            OpendsecError: typed; a sandbox that takes no requests is asked why.
+        """
+        try:
+            return await self.transport.exchange(make, repeat=repeat, retries=retries)
+        except (SandboxNotFound, Unauthenticated) as error:
+            raise await self._refusal(error) from error.__cause__
+
+    async def open(self, make: RequestMaker, *, repeat: Repeat) -> httpx2.Response:
+        """Send to the sandbox; return once the head of a good answer is there. Else as above."""
+        try:
+            return await self.transport.open(make, repeat=repeat)
+        except (SandboxNotFound, Unauthenticated) as error:
+            raise await self._refusal(error) from error.__cause__
+
+    async def _refusal(self, error: OpendsecError) -> OpendsecError:
+        """What the sandbox's record says beyond the edge's answer."""
+        record = await self._record()
+        if record is None:
+            return error
+        if record.asleep:
+            return paused(record)
+        return gone(record, error) if record.ended else error
 
     async def unary(
         self,
@@ -89,7 +121,7 @@ class AsyncSandboxWire:
             )
 
         try:
-            response = await self.transport.exchange(make, repeat=repeat)
+            response = await self.exchange(make, repeat=repeat)
         except NotFound as error:
             raise specific(error, not_found) from error.__cause__
         return decode(response, reply)
@@ -130,7 +162,7 @@ class AsyncSandboxWire:
                 timeout=_network.timeout(_limits.STREAM_SILENCE_MAX_S),
             )
 
-        response = await self.transport.open(make, repeat=repeat)
+        response = await self.open(make, repeat=repeat)
         return AsyncMessageStream(self, response, message_type, not_found)
 
     def file_request(
@@ -163,36 +195,51 @@ class AsyncSandboxWire:
     async def is_healthy(self) -> bool:
         """Whether the sandbox's agent answers.
 
+        The token is left out on purpose: a running agent needs none for this, and a paused
+        sandbox must not be resumed only to say that it was paused.
+
         Raises:
-            SandboxNotFound: the sandbox is gone.
+            SandboxNotFound: the sandbox is gone, or paused.
+            SandboxPaused: it is paused.
             OpendsecError: nothing is known.
         """
+        headers = self.headers()
+        headers.pop("X-Access-Token", None)
 
         def make() -> httpx2.Request:
             return self.transport.http.build_request(
                 "GET",
                 f"{self.base_url}/health",
-                headers=self.headers(),
+                headers=headers,
                 timeout=_network.timeout(_limits.HEALTH_TIMEOUT_S),
             )
 
-        await self.transport.exchange(make, repeat=Repeat.IDEMPOTENT, retries=False)
+        try:
+            await self.transport.exchange(make, repeat=Repeat.IDEMPOTENT, retries=False)
+        except (Unauthenticated, StateConflict) as error:
+            # The edge's answers for a sandbox that is, or is about to be, paused.
+            raise SandboxPaused(f"Sandbox {self.sandbox_id} is paused.") from error
         return True
 
     async def explain_loss(self, cause: OpendsecError, pid: int | None = None) -> OpendsecError:
         """Find out whether the sandbox or only the connection failed.
 
         Returns:
-            SandboxNotFound if the sandbox is gone or going; else ConnectionFailed, which says in
-            ``sandbox_alive`` whether the sandbox answers.
+            SandboxNotFound if the sandbox is gone or going, SandboxPaused if it is paused; else
+            ConnectionFailed, which says in ``sandbox_alive`` whether the sandbox answers.
         """
         try:
             alive = await self._probe()
+        except SandboxPaused as error:
+            record = await self._record()
+            return paused(record, pid) if record is not None and record.asleep else error
         except SandboxNotFound:
-            return await self._gone(cause)
+            return await self._gone(cause, pid)
         if isinstance(cause, AgentUnresponsive) or alive is None:
             # An agent says `unavailable` when its sandbox is about to end.
             record = await self._record()
+            if record is not None and record.asleep:
+                return paused(record, pid)
             if record is not None and (record.ended or record.state == "stopping"):
                 return gone(record, cause)
         words = {True: "the sandbox is alive", None: "the sandbox could not be asked"}[alive]
@@ -207,23 +254,24 @@ class AsyncSandboxWire:
         """Whether the sandbox answers; None: nobody can be asked.
 
         Raises:
-            SandboxNotFound: it is gone.
+            SandboxNotFound: it is gone, or paused.
+            SandboxPaused: it is paused.
         """
         for pause_s in (*_limits.PROBE_PAUSES_S, None):
             try:
                 return await self.is_healthy()
-            except SandboxNotFound:
+            except (SandboxNotFound, SandboxPaused):
                 raise
             except OpendsecError:
                 if pause_s is not None:
                     await sleep(pause_s)
         return None
 
-    async def _gone(self, cause: OpendsecError) -> OpendsecError:
+    async def _gone(self, cause: OpendsecError, pid: int | None) -> OpendsecError:
         record = await self._record()
         if record is None:
             return SandboxNotFound(f"Sandbox {self.sandbox_id} was killed or has ended.")
-        return gone(record, cause)
+        return paused(record, pid) if record.asleep else gone(record, cause)
 
     async def _record(self) -> SandboxInfo | None:
         """What the API knows; None if it cannot be asked. It only enriches an error."""
@@ -327,6 +375,15 @@ def specific(error: NotFound, cls: type[NotFound]) -> NotFound:
     if type(error) is not NotFound:
         return error
     return cls(error.message, request_id=error.request_id, http_status=error.http_status)
+
+
+def paused(record: SandboxInfo, pid: int | None = None) -> SandboxPaused:
+    """The error for a sandbox that is paused."""
+    return SandboxPaused(
+        f"Sandbox {record.sandbox_id} is {record.state}.",
+        details={"state": record.state, "pause_mode": record.pause_mode},
+        pid=pid,
+    )
 
 
 def gone(record: SandboxInfo, cause: OpendsecError | None = None) -> SandboxNotFound:

@@ -141,7 +141,7 @@ class AsyncFiles:
             return self._wire.file_request("GET", _query(path, user))
 
         try:
-            response = await self._wire.transport.exchange(make, repeat=Repeat.IDEMPOTENT)
+            response = await self._wire.exchange(make, repeat=Repeat.IDEMPOTENT)
         except NotFound as error:
             raise specific(error, FileNotFound) from error.__cause__
         return response.content
@@ -175,7 +175,7 @@ class AsyncFiles:
             return self._wire.file_request("GET", _query(path, user), headers=headers)
 
         try:
-            response = await self._wire.transport.open(make, repeat=Repeat.IDEMPOTENT)
+            response = await self._wire.open(make, repeat=Repeat.IDEMPOTENT)
         except NotFound as error:
             raise specific(error, FileNotFound) from error.__cause__
         return AsyncFileStream(self._wire, response)
@@ -201,7 +201,7 @@ class AsyncFiles:
                 headers={"Content-Type": "application/octet-stream"},
             )
 
-        response = await self._wire.transport.exchange(
+        response = await self._wire.exchange(
             make,
             repeat=Repeat.IDEMPOTENT if repeatable else Repeat.IF_UNSENT,
             retries=repeatable,
@@ -231,7 +231,7 @@ class AsyncFiles:
             query = {} if user is None else {"username": user}
             return self._wire.file_request("POST", query, files=parts)
 
-        response = await self._wire.transport.exchange(make, repeat=Repeat.IDEMPOTENT)
+        response = await self._wire.exchange(make, repeat=Repeat.IDEMPOTENT)
         return [entry.public() for entry in decode(response, list[WireEntry])]
 
     async def list(

@@ -18,6 +18,7 @@ from opendsec._errors import (
     InvalidRequest,
     OpendsecError,
     ProcessNotFound,
+    SandboxPaused,
     WaitTimeout,
 )
 from opendsec._models import CommandResult, OutputEvent, ProcessInfo
@@ -103,6 +104,7 @@ class AsyncProcess:
         Raises:
             CommandTimeout: it reached ``timeout_s`` and was killed.
             SandboxNotFound: the sandbox ended.
+            SandboxPaused: the sandbox was paused; the process goes on if memory was kept.
             ConnectionFailed: the stream broke; see ``sandbox_alive``.
         """
         while self._result is None and self._connected:
@@ -135,6 +137,7 @@ class AsyncProcess:
             CommandFailed: ``check`` and another exit code than 0.
             CommandTimeout: it reached ``timeout_s`` and was killed.
             SandboxNotFound: the sandbox ended.
+            SandboxPaused: the sandbox was paused; the process goes on if memory was kept.
             ConnectionFailed: the stream broke; see ``sandbox_alive``. An exit code is never
                 made up.
         """
@@ -220,7 +223,7 @@ class AsyncProcess:
             message = await self._stream.receive()
         except WaitTimeout as exc:
             raise self._timed_out() from exc
-        except ConnectionFailed as exc:
+        except (ConnectionFailed, SandboxPaused) as exc:
             exc.stdout, exc.stderr = self._stdout.text(), self._stderr.text()
             raise
         if message is None:

@@ -10,16 +10,26 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 import httpx2
+import msgspec
 
 from opendsec import _limits, _network, _ports
-from opendsec._errors import InvalidRequest, OpendsecError, SandboxNotFound, WaitTimeout
+from opendsec._errors import (
+    InvalidRequest,
+    OpendsecError,
+    SandboxNotFound,
+    SandboxPaused,
+    WaitTimeout,
+)
 from opendsec._models import (
     CommandResult,
     MetricSample,
     NetworkPolicy,
     OnTimeout,
+    PauseReport,
     ProcessInfo,
     SandboxInfo,
+    Snapshot,
+    StateMode,
     Transition,
 )
 
@@ -72,6 +82,8 @@ class AsyncSandbox:
         timeout_s: float = 300,
         idle_timeout_s: float | None = None,
         on_timeout: OnTimeout = "kill",
+        pause_mode: StateMode | None = None,
+        auto_resume: bool = False,
         network: NetworkPolicy | None = None,
         backend: str | None = None,
         idempotency_key: str | None = None,
@@ -99,6 +111,8 @@ class AsyncSandbox:
                 timeout_s=timeout_s,
                 idle_timeout_s=idle_timeout_s,
                 on_timeout=on_timeout,
+                pause_mode=pause_mode,
+                auto_resume=auto_resume,
                 network=network,
                 backend=backend,
                 idempotency_key=idempotency_key,
@@ -118,7 +132,7 @@ class AsyncSandbox:
         base_url: str | None = None,
         api_key: str | None = None,
     ) -> AsyncSandbox:
-        """Connect to a running sandbox with a client of its own; see ``AsyncClient.connect``."""
+        """Connect to a sandbox with a client of its own; see ``AsyncClient.connect``."""
         from ._client import AsyncClient
 
         client = AsyncClient(base_url=base_url, api_key=api_key)
@@ -170,18 +184,26 @@ class AsyncSandbox:
         Raises:
             SandboxNotFound: the server does not know it (any more).
         """
-        self.record = await self._client.info(self.sandbox_id)
+        return self._learn(await self._client.info(self.sandbox_id))
+
+    def _learn(self, record: SandboxInfo) -> SandboxInfo:
+        """Take a newer record; most answers leave the tokens out, which never change."""
+        self.record = msgspec.structs.replace(
+            record,
+            access_token=record.access_token or self.record.access_token,
+            traffic_token=record.traffic_token or self.record.traffic_token,
+        )
         return self.record
 
     async def is_running(self) -> bool:
-        """Whether its agent answers.
+        """Whether its agent answers. A paused sandbox is not resumed by it.
 
         Raises:
             OpendsecError: neither yes nor no could be found out.
         """
         try:
             return await self._wire.is_healthy()
-        except SandboxNotFound:
+        except (SandboxNotFound, SandboxPaused):
             return False
 
     async def set_timeout(self, timeout_s: float) -> SandboxInfo:
@@ -190,8 +212,7 @@ class AsyncSandbox:
         Raises:
             SandboxNotFound: it has ended.
         """
-        self.record = await self._client.set_timeout(self.sandbox_id, timeout_s)
-        return self.record
+        return self._learn(await self._client.set_timeout(self.sandbox_id, timeout_s))
 
     async def set_network(self, network: NetworkPolicy) -> SandboxInfo:
         """Replace its network policy, at once and as a whole.
@@ -199,8 +220,120 @@ class AsyncSandbox:
         Raises:
             SandboxNotFound: it has ended.
         """
-        self.record = await self._client.set_network(self.sandbox_id, network)
-        return self.record
+        return self._learn(await self._client.set_network(self.sandbox_id, network))
+
+    async def pause(self, mode: StateMode = "full") -> PauseReport:
+        """Free its memory and keep the rest. Returns when it is paused.
+
+        A paused sandbox has no end time. Streams and connections to it end with an error;
+        commands that run under this package raise ``SandboxPaused``.
+
+        Args:
+            mode: ``full``: processes go on where they were when it is resumed. ``filesystem``:
+                only the disk is kept and processes end; a resume starts afresh from it.
+
+        Raises:
+            AlreadyPaused: it is. Also after a repeated call, if the first one's answer was lost.
+            SandboxNotFound: it has ended.
+            StateConflict: it is starting, resuming or ending.
+            NotSupported: its backend cannot keep memory; ask for ``filesystem``.
+            SnapshotFailed: it could not be saved; it goes on running.
+        """
+        report = await self._client.pause(self.sandbox_id, mode=mode)
+        self._learn(report.sandbox)
+        return report
+
+    async def resume(self, *, timeout_s: float | None = None, reboot: bool = False) -> SandboxInfo:
+        """Let it run on; returns when it takes commands. One that runs is left as it is.
+
+        Args:
+            timeout_s: Its time runs out so many seconds from now; never shortens the life of one
+                that runs. None: the server's default.
+            reboot: Forget the kept memory and start from the disk.
+
+        Raises:
+            SandboxNotFound: it has ended.
+            StateConflict: it is starting or ending.
+            NodeFull: there is no room to run it now; it stays paused.
+            SnapshotDamaged, SnapshotIncompatible: the kept memory cannot be used; it stays
+                paused, and ``reboot`` may help.
+            ResumeFailed: it did not come up; it stays paused.
+        """
+        record = await self._client.resume(self.sandbox_id, timeout_s=timeout_s, reboot=reboot)
+        return self._learn(record)
+
+    async def fork(
+        self,
+        count: int = 1,
+        *,
+        mode: StateMode = "full",
+        timeout_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        labels: Sequence[str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[AsyncSandbox | OpendsecError]:
+        """Make copies of it as it is at this instant; it goes on itself.
+
+        Each child succeeds or fails for itself: look at each of the list. Children use this
+        sandbox's client, so they cannot be used after that is closed; they live on.
+
+        Args:
+            count: How many, 1 to 100.
+            mode: ``full``: children go on with the same processes. ``filesystem``: they start
+                with a copy of the disk.
+            timeout_s: A child's time runs out after so many seconds. None: the server's default.
+            metadata: Of the children. None: as this one's.
+            labels: Of the children. None: as this one's.
+            idempotency_key: As of ``AsyncClient.create``: a repeated call finds the same children.
+
+        Returns:
+            One sandbox, or the error instead of it, for each child.
+
+        Raises:
+            SandboxNotFound: it has ended.
+            StateConflict: it is not running.
+            NotSupported: its backend cannot copy memory; ask for ``filesystem``.
+            SnapshotFailed: its state could not be saved; it goes on, and there are no children.
+        """
+        return await self._client.fork(
+            self.sandbox_id,
+            count,
+            mode=mode,
+            timeout_s=timeout_s,
+            metadata=metadata,
+            labels=labels,
+            idempotency_key=idempotency_key,
+        )
+
+    async def snapshot(
+        self,
+        name: str | None = None,
+        *,
+        mode: StateMode = "full",
+        idempotency_key: str | None = None,
+    ) -> Snapshot:
+        """Save its state of this instant, to create sandboxes from; it goes on itself.
+
+        A snapshot lasts until it is deleted (``client.snapshots.delete``), longer than the
+        sandbox.
+
+        Args:
+            name: ``name`` or ``name:tag``, to find it by. None: it has only an id.
+            mode: ``full``: with memory, so sandboxes from it go on with the same processes.
+                ``filesystem``: the disk alone.
+            idempotency_key: As of ``AsyncClient.create``: a repeated call finds the same snapshot.
+
+        Raises:
+            SandboxNotFound: it has ended.
+            StateConflict: it is starting, resuming or ending.
+            NotSupported: its backend cannot save memory, or a pause has dropped it; ask for
+                ``filesystem``.
+            SnapshotFailed: it could not be saved; it goes on, and nothing is left behind.
+            NodeFull: there is no room on the disk.
+        """
+        return await self._client.snapshot(
+            self.sandbox_id, name=name, mode=mode, idempotency_key=idempotency_key
+        )
 
     async def kill(self) -> bool:
         """End it. Returns when nothing of it runs; False if the server knows it no more."""
@@ -262,7 +395,10 @@ class AsyncSandbox:
             CommandFailed: ``check`` and another exit code than 0.
             CommandTimeout: it reached ``timeout_s``; it and its children were killed.
             InvalidRequest: ``cwd`` or ``user`` does not exist, or the program cannot be started.
+            ProgramNotFound, ProgramNotExecutable: the program is missing, or cannot be run.
             SandboxNotFound: the sandbox ended, or had ended before.
+            SandboxPaused: the sandbox was paused, or had been. The command is not lost if memory
+                was kept: resume the sandbox and attach by ``pid``.
             ConnectionFailed: the stream broke. ``sandbox_alive`` says whether the sandbox still
                 answers; ``pid`` serves to attach again. An exit code is never made up.
         """

@@ -21,13 +21,16 @@ from opendsec._errors import (
     NotFound,
     OpendsecError,
     SandboxNotFound,
+    SandboxPaused,
+    StateConflict,
+    Unauthenticated,
 )
 from opendsec._models import SandboxInfo
 from opendsec._retry import Repeat
 from opendsec._wire import FLAG_END, EndRecord, FrameDecoder, encode_frame
 
 from ._concurrency import Content, chunks, sleep
-from ._transport import Transport, decode
+from ._transport import RequestMaker, Transport, decode
 
 T = TypeVar("T")
 
@@ -55,6 +58,35 @@ class SandboxWire:
             basic = base64.b64encode(f"{user}:".encode()).decode("ascii")
             headers["Authorization"] = f"Basic {basic}"
         return headers
+
+    def exchange(
+        self, make: RequestMaker, *, repeat: Repeat, retries: bool = True
+    ) -> httpx2.Response:
+        """Send to the sandbox and read the whole answer.
+
+        Raises:
+            OpendsecError: typed; a sandbox that takes no requests is asked why.
+        """
+        try:
+            return self.transport.exchange(make, repeat=repeat, retries=retries)
+        except (SandboxNotFound, Unauthenticated) as error:
+            raise self._refusal(error) from error.__cause__
+
+    def open(self, make: RequestMaker, *, repeat: Repeat) -> httpx2.Response:
+        """Send to the sandbox; return once the head of a good answer is there. Else as above."""
+        try:
+            return self.transport.open(make, repeat=repeat)
+        except (SandboxNotFound, Unauthenticated) as error:
+            raise self._refusal(error) from error.__cause__
+
+    def _refusal(self, error: OpendsecError) -> OpendsecError:
+        """What the sandbox's record says beyond the edge's answer."""
+        record = self._record()
+        if record is None:
+            return error
+        if record.asleep:
+            return paused(record)
+        return gone(record, error) if record.ended else error
 
     def unary(
         self,
@@ -91,7 +123,7 @@ class SandboxWire:
             )
 
         try:
-            response = self.transport.exchange(make, repeat=repeat)
+            response = self.exchange(make, repeat=repeat)
         except NotFound as error:
             raise specific(error, not_found) from error.__cause__
         return decode(response, reply)
@@ -132,7 +164,7 @@ class SandboxWire:
                 timeout=_network.timeout(_limits.STREAM_SILENCE_MAX_S),
             )
 
-        response = self.transport.open(make, repeat=repeat)
+        response = self.open(make, repeat=repeat)
         return MessageStream(self, response, message_type, not_found)
 
     def file_request(
@@ -165,36 +197,51 @@ class SandboxWire:
     def is_healthy(self) -> bool:
         """Whether the sandbox's agent answers.
 
+        The token is left out on purpose: a running agent needs none for this, and a paused
+        sandbox must not be resumed only to say that it was paused.
+
         Raises:
-            SandboxNotFound: the sandbox is gone.
+            SandboxNotFound: the sandbox is gone, or paused.
+            SandboxPaused: it is paused.
             OpendsecError: nothing is known.
         """
+        headers = self.headers()
+        headers.pop("X-Access-Token", None)
 
         def make() -> httpx2.Request:
             return self.transport.http.build_request(
                 "GET",
                 f"{self.base_url}/health",
-                headers=self.headers(),
+                headers=headers,
                 timeout=_network.timeout(_limits.HEALTH_TIMEOUT_S),
             )
 
-        self.transport.exchange(make, repeat=Repeat.IDEMPOTENT, retries=False)
+        try:
+            self.transport.exchange(make, repeat=Repeat.IDEMPOTENT, retries=False)
+        except (Unauthenticated, StateConflict) as error:
+            # The edge's answers for a sandbox that is, or is about to be, paused.
+            raise SandboxPaused(f"Sandbox {self.sandbox_id} is paused.") from error
         return True
 
     def explain_loss(self, cause: OpendsecError, pid: int | None = None) -> OpendsecError:
         """Find out whether the sandbox or only the connection failed.
 
         Returns:
-            SandboxNotFound if the sandbox is gone or going; else ConnectionFailed, which says in
-            ``sandbox_alive`` whether the sandbox answers.
+            SandboxNotFound if the sandbox is gone or going, SandboxPaused if it is paused; else
+            ConnectionFailed, which says in ``sandbox_alive`` whether the sandbox answers.
         """
         try:
             alive = self._probe()
+        except SandboxPaused as error:
+            record = self._record()
+            return paused(record, pid) if record is not None and record.asleep else error
         except SandboxNotFound:
-            return self._gone(cause)
+            return self._gone(cause, pid)
         if isinstance(cause, AgentUnresponsive) or alive is None:
             # An agent says `unavailable` when its sandbox is about to end.
             record = self._record()
+            if record is not None and record.asleep:
+                return paused(record, pid)
             if record is not None and (record.ended or record.state == "stopping"):
                 return gone(record, cause)
         words = {True: "the sandbox is alive", None: "the sandbox could not be asked"}[alive]
@@ -209,23 +256,24 @@ class SandboxWire:
         """Whether the sandbox answers; None: nobody can be asked.
 
         Raises:
-            SandboxNotFound: it is gone.
+            SandboxNotFound: it is gone, or paused.
+            SandboxPaused: it is paused.
         """
         for pause_s in (*_limits.PROBE_PAUSES_S, None):
             try:
                 return self.is_healthy()
-            except SandboxNotFound:
+            except (SandboxNotFound, SandboxPaused):
                 raise
             except OpendsecError:
                 if pause_s is not None:
                     sleep(pause_s)
         return None
 
-    def _gone(self, cause: OpendsecError) -> OpendsecError:
+    def _gone(self, cause: OpendsecError, pid: int | None) -> OpendsecError:
         record = self._record()
         if record is None:
             return SandboxNotFound(f"Sandbox {self.sandbox_id} was killed or has ended.")
-        return gone(record, cause)
+        return paused(record, pid) if record.asleep else gone(record, cause)
 
     def _record(self) -> SandboxInfo | None:
         """What the API knows; None if it cannot be asked. It only enriches an error."""
@@ -327,6 +375,15 @@ def specific(error: NotFound, cls: type[NotFound]) -> NotFound:
     if type(error) is not NotFound:
         return error
     return cls(error.message, request_id=error.request_id, http_status=error.http_status)
+
+
+def paused(record: SandboxInfo, pid: int | None = None) -> SandboxPaused:
+    """The error for a sandbox that is paused."""
+    return SandboxPaused(
+        f"Sandbox {record.sandbox_id} is {record.state}.",
+        details={"state": record.state, "pause_mode": record.pause_mode},
+        pid=pid,
+    )
 
 
 def gone(record: SandboxInfo, cause: OpendsecError | None = None) -> SandboxNotFound:

@@ -143,7 +143,7 @@ class Files:
             return self._wire.file_request("GET", _query(path, user))
 
         try:
-            response = self._wire.transport.exchange(make, repeat=Repeat.IDEMPOTENT)
+            response = self._wire.exchange(make, repeat=Repeat.IDEMPOTENT)
         except NotFound as error:
             raise specific(error, FileNotFound) from error.__cause__
         return response.content
@@ -175,7 +175,7 @@ class Files:
             return self._wire.file_request("GET", _query(path, user), headers=headers)
 
         try:
-            response = self._wire.transport.open(make, repeat=Repeat.IDEMPOTENT)
+            response = self._wire.open(make, repeat=Repeat.IDEMPOTENT)
         except NotFound as error:
             raise specific(error, FileNotFound) from error.__cause__
         return FileStream(self._wire, response)
@@ -201,7 +201,7 @@ class Files:
                 headers={"Content-Type": "application/octet-stream"},
             )
 
-        response = self._wire.transport.exchange(
+        response = self._wire.exchange(
             make,
             repeat=Repeat.IDEMPOTENT if repeatable else Repeat.IF_UNSENT,
             retries=repeatable,
@@ -231,7 +231,7 @@ class Files:
             query = {} if user is None else {"username": user}
             return self._wire.file_request("POST", query, files=parts)
 
-        response = self._wire.transport.exchange(make, repeat=Repeat.IDEMPOTENT)
+        response = self._wire.exchange(make, repeat=Repeat.IDEMPOTENT)
         return [entry.public() for entry in decode(response, list[WireEntry])]
 
     def list(

@@ -12,16 +12,26 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 import httpx2
+import msgspec
 
 from opendsec import _limits, _network, _ports
-from opendsec._errors import InvalidRequest, OpendsecError, SandboxNotFound, WaitTimeout
+from opendsec._errors import (
+    InvalidRequest,
+    OpendsecError,
+    SandboxNotFound,
+    SandboxPaused,
+    WaitTimeout,
+)
 from opendsec._models import (
     CommandResult,
     MetricSample,
     NetworkPolicy,
     OnTimeout,
+    PauseReport,
     ProcessInfo,
     SandboxInfo,
+    Snapshot,
+    StateMode,
     Transition,
 )
 
@@ -74,6 +84,8 @@ class Sandbox:
         timeout_s: float = 300,
         idle_timeout_s: float | None = None,
         on_timeout: OnTimeout = "kill",
+        pause_mode: StateMode | None = None,
+        auto_resume: bool = False,
         network: NetworkPolicy | None = None,
         backend: str | None = None,
         idempotency_key: str | None = None,
@@ -101,6 +113,8 @@ class Sandbox:
                 timeout_s=timeout_s,
                 idle_timeout_s=idle_timeout_s,
                 on_timeout=on_timeout,
+                pause_mode=pause_mode,
+                auto_resume=auto_resume,
                 network=network,
                 backend=backend,
                 idempotency_key=idempotency_key,
@@ -120,7 +134,7 @@ class Sandbox:
         base_url: str | None = None,
         api_key: str | None = None,
     ) -> Sandbox:
-        """Connect to a running sandbox with a client of its own; see ``Client.connect``."""
+        """Connect to a sandbox with a client of its own; see ``Client.connect``."""
         from ._client import Client
 
         client = Client(base_url=base_url, api_key=api_key)
@@ -172,18 +186,26 @@ class Sandbox:
         Raises:
             SandboxNotFound: the server does not know it (any more).
         """
-        self.record = self._client.info(self.sandbox_id)
+        return self._learn(self._client.info(self.sandbox_id))
+
+    def _learn(self, record: SandboxInfo) -> SandboxInfo:
+        """Take a newer record; most answers leave the tokens out, which never change."""
+        self.record = msgspec.structs.replace(
+            record,
+            access_token=record.access_token or self.record.access_token,
+            traffic_token=record.traffic_token or self.record.traffic_token,
+        )
         return self.record
 
     def is_running(self) -> bool:
-        """Whether its agent answers.
+        """Whether its agent answers. A paused sandbox is not resumed by it.
 
         Raises:
             OpendsecError: neither yes nor no could be found out.
         """
         try:
             return self._wire.is_healthy()
-        except SandboxNotFound:
+        except (SandboxNotFound, SandboxPaused):
             return False
 
     def set_timeout(self, timeout_s: float) -> SandboxInfo:
@@ -192,8 +214,7 @@ class Sandbox:
         Raises:
             SandboxNotFound: it has ended.
         """
-        self.record = self._client.set_timeout(self.sandbox_id, timeout_s)
-        return self.record
+        return self._learn(self._client.set_timeout(self.sandbox_id, timeout_s))
 
     def set_network(self, network: NetworkPolicy) -> SandboxInfo:
         """Replace its network policy, at once and as a whole.
@@ -201,8 +222,120 @@ class Sandbox:
         Raises:
             SandboxNotFound: it has ended.
         """
-        self.record = self._client.set_network(self.sandbox_id, network)
-        return self.record
+        return self._learn(self._client.set_network(self.sandbox_id, network))
+
+    def pause(self, mode: StateMode = "full") -> PauseReport:
+        """Free its memory and keep the rest. Returns when it is paused.
+
+        A paused sandbox has no end time. Streams and connections to it end with an error;
+        commands that run under this package raise ``SandboxPaused``.
+
+        Args:
+            mode: ``full``: processes go on where they were when it is resumed. ``filesystem``:
+                only the disk is kept and processes end; a resume starts afresh from it.
+
+        Raises:
+            AlreadyPaused: it is. Also after a repeated call, if the first one's answer was lost.
+            SandboxNotFound: it has ended.
+            StateConflict: it is starting, resuming or ending.
+            NotSupported: its backend cannot keep memory; ask for ``filesystem``.
+            SnapshotFailed: it could not be saved; it goes on running.
+        """
+        report = self._client.pause(self.sandbox_id, mode=mode)
+        self._learn(report.sandbox)
+        return report
+
+    def resume(self, *, timeout_s: float | None = None, reboot: bool = False) -> SandboxInfo:
+        """Let it run on; returns when it takes commands. One that runs is left as it is.
+
+        Args:
+            timeout_s: Its time runs out so many seconds from now; never shortens the life of one
+                that runs. None: the server's default.
+            reboot: Forget the kept memory and start from the disk.
+
+        Raises:
+            SandboxNotFound: it has ended.
+            StateConflict: it is starting or ending.
+            NodeFull: there is no room to run it now; it stays paused.
+            SnapshotDamaged, SnapshotIncompatible: the kept memory cannot be used; it stays
+                paused, and ``reboot`` may help.
+            ResumeFailed: it did not come up; it stays paused.
+        """
+        record = self._client.resume(self.sandbox_id, timeout_s=timeout_s, reboot=reboot)
+        return self._learn(record)
+
+    def fork(
+        self,
+        count: int = 1,
+        *,
+        mode: StateMode = "full",
+        timeout_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        labels: Sequence[str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[Sandbox | OpendsecError]:
+        """Make copies of it as it is at this instant; it goes on itself.
+
+        Each child succeeds or fails for itself: look at each of the list. Children use this
+        sandbox's client, so they cannot be used after that is closed; they live on.
+
+        Args:
+            count: How many, 1 to 100.
+            mode: ``full``: children go on with the same processes. ``filesystem``: they start
+                with a copy of the disk.
+            timeout_s: A child's time runs out after so many seconds. None: the server's default.
+            metadata: Of the children. None: as this one's.
+            labels: Of the children. None: as this one's.
+            idempotency_key: As of ``Client.create``: a repeated call finds the same children.
+
+        Returns:
+            One sandbox, or the error instead of it, for each child.
+
+        Raises:
+            SandboxNotFound: it has ended.
+            StateConflict: it is not running.
+            NotSupported: its backend cannot copy memory; ask for ``filesystem``.
+            SnapshotFailed: its state could not be saved; it goes on, and there are no children.
+        """
+        return self._client.fork(
+            self.sandbox_id,
+            count,
+            mode=mode,
+            timeout_s=timeout_s,
+            metadata=metadata,
+            labels=labels,
+            idempotency_key=idempotency_key,
+        )
+
+    def snapshot(
+        self,
+        name: str | None = None,
+        *,
+        mode: StateMode = "full",
+        idempotency_key: str | None = None,
+    ) -> Snapshot:
+        """Save its state of this instant, to create sandboxes from; it goes on itself.
+
+        A snapshot lasts until it is deleted (``client.snapshots.delete``), longer than the
+        sandbox.
+
+        Args:
+            name: ``name`` or ``name:tag``, to find it by. None: it has only an id.
+            mode: ``full``: with memory, so sandboxes from it go on with the same processes.
+                ``filesystem``: the disk alone.
+            idempotency_key: As of ``Client.create``: a repeated call finds the same snapshot.
+
+        Raises:
+            SandboxNotFound: it has ended.
+            StateConflict: it is starting, resuming or ending.
+            NotSupported: its backend cannot save memory, or a pause has dropped it; ask for
+                ``filesystem``.
+            SnapshotFailed: it could not be saved; it goes on, and nothing is left behind.
+            NodeFull: there is no room on the disk.
+        """
+        return self._client.snapshot(
+            self.sandbox_id, name=name, mode=mode, idempotency_key=idempotency_key
+        )
 
     def kill(self) -> bool:
         """End it. Returns when nothing of it runs; False if the server knows it no more."""
@@ -264,7 +397,10 @@ class Sandbox:
             CommandFailed: ``check`` and another exit code than 0.
             CommandTimeout: it reached ``timeout_s``; it and its children were killed.
             InvalidRequest: ``cwd`` or ``user`` does not exist, or the program cannot be started.
+            ProgramNotFound, ProgramNotExecutable: the program is missing, or cannot be run.
             SandboxNotFound: the sandbox ended, or had ended before.
+            SandboxPaused: the sandbox was paused, or had been. The command is not lost if memory
+                was kept: resume the sandbox and attach by ``pid``.
             ConnectionFailed: the stream broke. ``sandbox_alive`` says whether the sandbox still
                 answers; ``pid`` serves to attach again. An exit code is never made up.
         """
