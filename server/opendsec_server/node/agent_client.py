@@ -29,10 +29,25 @@ class AgentStatus(msgspec.Struct, frozen=True):
     active_streams: int
 
 
+class NotListening(AgentUnresponsive):
+    """Nothing answers at the agent's port (yet)."""
+
+
+async def _connect(
+    address: str, timeout_s: float
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raises NotListening: refused, or, as long as a guest has no network, no answer at all."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.open_connection(address, AGENT_PORT, limit=_ANSWER_BYTES_MAX)
+    except (ConnectionRefusedError, TimeoutError) as exc:
+        raise NotListening(f"the guest agent does not listen: {exc!r}") from exc
+
+
 async def _exchange(
-    address: str, method: str, path: str, token: str, body: bytes
+    address: str, method: str, path: str, token: str, body: bytes, connect_timeout_s: float
 ) -> tuple[int, bytes]:
-    reader, writer = await asyncio.open_connection(address, AGENT_PORT, limit=_ANSWER_BYTES_MAX)
+    reader, writer = await _connect(address, connect_timeout_s)
     try:
         writer.write(
             f"{method} {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
@@ -53,11 +68,19 @@ async def _exchange(
 
 
 async def _call(
-    address: str, method: str, path: str, token: str, body: bytes, timeout_s: float
+    address: str,
+    method: str,
+    path: str,
+    token: str,
+    body: bytes,
+    timeout_s: float,
+    connect_timeout_s: float | None = None,
 ) -> bytes:
     try:
         async with asyncio.timeout(timeout_s):
-            status, answer = await _exchange(address, method, path, token, body)
+            status, answer = await _exchange(
+                address, method, path, token, body, connect_timeout_s or timeout_s
+            )
     except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError, IndexError) as exc:
         raise AgentUnresponsive(f"the guest agent does not answer: {exc!r}") from exc
     if status >= 300:
@@ -66,8 +89,21 @@ async def _call(
     return answer
 
 
-def init_body(spec: SandboxSpec) -> bytes:
-    """The body of the first ``POST /init``."""
+class Fresh(msgspec.Struct, kw_only=True, frozen=True, rename="camel", omit_defaults=True):
+    """What makes a virtual machine one of its own; see the agent's ``POST /init``."""
+
+    restored: bool = False
+    """Its memory is a saved one: connections of its earlier life are dropped."""
+    entropy: str
+    """Base64; the guest's kernel is seeded with it."""
+    machine_id: str | None = None
+    """32 hex digits; None: stays."""
+    boot_id: str | None = None
+    """UUID; None: stays."""
+
+
+def init_body(spec: SandboxSpec, fresh: Fresh | None = None) -> bytes:
+    """The body of ``POST /init``."""
     body: dict[str, Any] = {
         "accessToken": spec.access_token,
         "controlToken": spec.control_token,
@@ -85,11 +121,20 @@ def init_body(spec: SandboxSpec) -> bytes:
     }
     if spec.default_workdir is not None:
         body["defaultWorkdir"] = spec.default_workdir
+    if fresh is not None:
+        body |= msgspec.to_builtins(fresh)
     return msgspec.json.encode(body)
 
 
 async def initialise(
-    address: str, spec: SandboxSpec, *, timeout_s: float, give_up: Callable[[], str | None]
+    address: str,
+    spec: SandboxSpec,
+    *,
+    timeout_s: float,
+    give_up: Callable[[], str | None],
+    token: str | None = None,
+    fresh: Fresh | None = None,
+    connect_timeout_s: float | None = None,
 ) -> None:
     """Tell a starting guest agent who it is; tries until it listens.
 
@@ -98,6 +143,9 @@ async def initialise(
         spec: The sandbox.
         timeout_s: How long to try.
         give_up: Asked before each attempt; a text ends the attempts.
+        token: Control token that the agent holds now. None: none yet, or the sandbox's own.
+        fresh: Of a virtual machine.
+        connect_timeout_s: How long one attempt waits for a connection. None: as long as is left.
 
     Raises:
         TimeoutError: it never listened.
@@ -105,7 +153,6 @@ async def initialise(
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    body = init_body(spec)
     while True:
         reason = give_up()
         if reason is not None:
@@ -113,11 +160,19 @@ async def initialise(
         left_s = deadline - loop.time()
         if left_s <= 0:
             raise TimeoutError(f"the guest agent did not listen within {timeout_s:.0f} s")
+        # Made anew each time: it tells the time.
+        body = init_body(spec, fresh)
         try:
-            await _call(address, "POST", "/init", spec.control_token, body, left_s)
-        except AgentUnresponsive as exc:
-            if not isinstance(exc.__cause__, ConnectionRefusedError):
-                raise
+            await _call(
+                address,
+                "POST",
+                "/init",
+                token or spec.control_token,
+                body,
+                left_s,
+                connect_timeout_s,
+            )
+        except NotListening:
             await asyncio.sleep(limits.AGENT_CONNECT_PAUSE_S)
         else:
             return
@@ -153,3 +208,12 @@ async def terminate(address: str, control_token: str, reason: str) -> None:
         body,
         limits.AGENT_TERMINATE_TIMEOUT_S,
     )
+
+
+async def sync(address: str, control_token: str) -> None:
+    """Have a virtual machine write everything to its disk.
+
+    Raises:
+        AgentUnresponsive: it did not answer in time.
+    """
+    await _call(address, "POST", "/opendsec/sync", control_token, b"", limits.AGENT_SYNC_TIMEOUT_S)

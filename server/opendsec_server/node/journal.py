@@ -54,7 +54,8 @@ CREATE TABLE sandbox (
   accelerator TEXT NOT NULL DEFAULT 'none',
   vmm        TEXT,
   disk_base_bytes INTEGER NOT NULL DEFAULT 0,
-  seq        INTEGER NOT NULL DEFAULT 0
+  seq        INTEGER NOT NULL DEFAULT 0,
+  ram_base   TEXT
 ) STRICT;
 CREATE INDEX sandbox_ended ON sandbox (ended_at) WHERE ended_at IS NOT NULL;
 CREATE TABLE transition (
@@ -86,6 +87,7 @@ ALTER TABLE sandbox ADD COLUMN accelerator TEXT NOT NULL DEFAULT 'none';
 ALTER TABLE sandbox ADD COLUMN vmm TEXT;
 ALTER TABLE sandbox ADD COLUMN disk_base_bytes INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE sandbox ADD COLUMN seq INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE sandbox ADD COLUMN ram_base TEXT;
 """
     + _SNAPSHOT_SCHEMA
 )
@@ -93,6 +95,7 @@ ALTER TABLE sandbox ADD COLUMN seq INTEGER NOT NULL DEFAULT 0;
 _COLUMNS = (
     "sandbox_id", "spec", "state", "slot", "pid", "pid_ticks", "boot_id", "started_at", "end_at",
     "ended_at", "reason", "message", "pause_mode", "accelerator", "vmm", "disk_base_bytes", "seq",
+    "ram_base",
 )  # fmt: skip
 
 _UPSERT = (
@@ -124,6 +127,8 @@ class Record(msgspec.Struct, kw_only=True):
     """Bytes that its disk shares with the snapshot it was started from."""
     seq: int = 0
     """How many changes of state it has made."""
+    ram_base: str | None = None
+    """Directory of saved memory that a virtual machine was started from and still maps."""
 
 
 class SnapshotRow(msgspec.Struct, kw_only=True, frozen=True):
@@ -276,7 +281,7 @@ class Journal:
             spec.sandbox_id, msgspec.json.encode(spec), record.state, record.slot, record.pid,
             record.pid_ticks, record.boot_id, record.started_at, record.end_at, record.ended_at,
             record.reason, record.message, record.pause_mode, record.accelerator, record.vmm,
-            record.disk_base_bytes, record.seq,
+            record.disk_base_bytes, record.seq, record.ram_base,
         )  # fmt: skip
 
         def work() -> None:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,7 +24,6 @@ from opendsec_server.contract.errors import (
     StartTimeout,
     StateConflict,
 )
-from opendsec_server.contract.limits import START_BUDGET_S
 from opendsec_server.contract.node import NodeEvent, SandboxSpec
 from opendsec_server.contract.states import TERMINAL, EndReason, State, can_move
 
@@ -240,7 +240,7 @@ class Lifecycle:
         Raises:
             StartTimeout: it took too long.
         """
-        deadline = asyncio.get_running_loop().time() + START_BUDGET_S
+        deadline = asyncio.get_running_loop().time() + self.backend_of(box).budget_s
         await self._wait_turn(box, deadline)
         try:
             yield deadline
@@ -266,7 +266,7 @@ class Lifecycle:
         if turn.cancelled():
             check_abort(box)
             raise StartTimeout(
-                f"the sandbox waited {START_BUDGET_S:.0f} s for its turn to be started",
+                "the sandbox waited too long for its turn to be started",
                 remediation="The node is busy starting others. Retry with the same key.",
             )
 
@@ -280,7 +280,7 @@ class Lifecycle:
             box.start_error = exc
         elif isinstance(exc, TimeoutError):
             box.start_error = StartTimeout(
-                f"the sandbox did not come up within {START_BUDGET_S:.0f} s"
+                f"the sandbox did not come up within {self.backend_of(box).budget_s:.0f} s"
             )
         else:
             log.exception("start failed", sandbox_id=box.sandbox_id, exc_info=exc)
@@ -463,6 +463,11 @@ class Lifecycle:
         for sandbox_id, box in list(self._leftovers.items()):
             if not await tear_down(self._hooks(box), box):
                 del self._leftovers[sandbox_id]
+
+    def memory_in_use(self) -> set[Path]:
+        """Directories of saved memory that running machines map."""
+        bases = (box.record.ram_base for box in self.boxes.values())
+        return {Path(base) for base in bases if base is not None}
 
     @property
     def leftovers(self) -> int:

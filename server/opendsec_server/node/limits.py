@@ -39,6 +39,9 @@ VMM_MEMORY_OVERHEAD_MB = 256
 VMM_PIDS_MAX = 256
 """Threads of one VMM."""
 
+MACHINE_TEMPLATES_MAX = 16
+"""Templates' memory kept at one time; the one used longest ago goes first."""
+
 TEMPLATE_RETRY_S = 60.0
 """When a template's memory could not be made: how long creates boot instead."""
 

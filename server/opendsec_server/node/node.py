@@ -55,6 +55,7 @@ from .container.runtime import OciRuntime
 from .hooks.admit import Admit
 from .journal import Journal, Record, Transition
 from .lifecycle import Lifecycle
+from .memory.swap import PauseSwap
 from .metrics import Metrics
 from .network import policy as network_policy
 from .network.hostside import HostSide
@@ -131,6 +132,8 @@ class Node:
         journal, slots = services.journal, services.slots
         host = HostSide(services.config, journal, slots.maker)
         await host.set_up()
+        services.cgroups.prepare()
+        await PauseSwap(services.config).set_up()
         slots.route_localnet = host.route_localnet
         backends = await find_backends(services)
         lifecycle = Lifecycle(
@@ -143,6 +146,7 @@ class Node:
         suspend = Suspend(services, lifecycle)
         lifecycle.time_out = suspend.time_out
         lifecycle.lost_memory = suspend.lost_memory
+        services.snapshots.memory_in_use = lifecycle.memory_in_use
         found = await adopt_living(services, lifecycle)
         await remove_dead(services, lifecycle, suspend, found)
         await services.snapshots.load()
@@ -180,11 +184,13 @@ class Node:
         if left:
             await services.slots.maker.ask("unlink", links=left)
         await self._host.tear_down()
+        await PauseSwap(services.config).tear_down()
         services.cgroups.remove_root()
         await self.stop()
         services.layers.unmount_all()
         await services.pool.remove()
-        for directory in (services.paths.bundles, services.paths.runtime_root):
+        paths = services.paths
+        for directory in (paths.bundles, paths.machine_runs, paths.runtime_root):
             shutil.rmtree(directory, ignore_errors=True)
         services.traits.agent.unlink(missing_ok=True)
 
@@ -194,6 +200,9 @@ class Node:
             try:
                 await self._services.journal.prune(time.time())
                 await self._lifecycle.retry_leftovers()
+                await self._services.snapshots.sweep()
+                for backend in self._backends.values():
+                    await backend.keep_house(self._lifecycle.memory_in_use())
                 await self._host.refresh_resolvers()
                 self._services.runtime.reap_strays()
                 await asyncio.to_thread(self._services.pool.sweep_qgroups)
@@ -258,6 +267,7 @@ class Node:
             "agent": str(services.traits.agent),
             "slots_ready": services.slots.ready,
             "teardowns_unfinished": self._lifecycle.leftovers,
+            "pause_swap": PauseSwap(services.config).features(),
             **self._host.features(),
         }
 
@@ -481,6 +491,7 @@ def _make_directories(paths: NodePaths) -> None:
         (paths.state, 0o700),
         (paths.run, 0o711),
         (paths.bundles, 0o711),
+        (paths.machine_runs, 0o711),
         (paths.runtime_root, 0o700),
     ):
         directory.mkdir(parents=True, exist_ok=True)

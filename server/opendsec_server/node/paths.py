@@ -10,6 +10,7 @@ from opendsec_server.config import Config
 
 POOL_NAME = "pool"
 POOL_IMAGE_NAME = "pool.img"
+MACHINE_DISK = "disk.ext4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,36 @@ class NodePaths:
         """One directory per sandbox, being set up or running."""
         return self.run / "sandboxes"
 
+    @property
+    def machine_runs(self) -> Path:
+        """One directory per virtual machine being started or running."""
+        return self.run / "machines"
+
+    def machine_run(self, sandbox_id: str) -> Path:
+        """A virtual machine's sockets and the VMM's notes."""
+        return self.machine_runs / sandbox_id
+
     def disk(self, sandbox_id: str) -> Path:
         """A sandbox's subvolume: ``upper`` and ``work``, or a machine's ``disk.ext4``."""
         return self.disks / sandbox_id
+
+    @property
+    def blank_disks(self) -> Path:
+        """Formatted empty disks for machines, by size."""
+        return self.pool / "blank"
+
+    @property
+    def templates(self) -> Path:
+        """Saved memory and disks that machines start from."""
+        return self.pool / "templates"
+
+    def machine_disk(self, sandbox_id: str) -> Path:
+        """The writable disk of a virtual machine."""
+        return self.disk(sandbox_id) / MACHINE_DISK
+
+    def kept_disk(self, sandbox_id: str) -> Path:
+        """The disk as it was when the memory beside it was saved; there while it is resumed."""
+        return self.saved_memory(sandbox_id) / MACHINE_DISK
 
     def saved_memory(self, sandbox_id: str) -> Path:
         """Memory of a paused virtual machine, beside its disk."""

@@ -46,6 +46,8 @@ class Sandbox:
         start_error: Why it did not come up.
         operation: A pause, resume or snapshot under way.
         restore_from: While it is being set up: directory with the memory to continue.
+        agent_token: Control token that the agent in that memory holds; None: none yet.
+        asleep: Its agent has ended its streams, and waits to be told that it runs on.
         end_task: Takes it down.
     """
 
@@ -60,6 +62,8 @@ class Sandbox:
     start_error: OpendsecError | None = None
     operation: Operation | None = None
     restore_from: Path | None = None
+    agent_token: str | None = None
+    asleep: bool = False
     end_task: asyncio.Task[None] | None = None
 
     @property

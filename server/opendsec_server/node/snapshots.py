@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import structlog
 
@@ -28,6 +29,9 @@ class Snapshots:
         pool: Holds the files.
     """
 
+    memory_in_use: Callable[[], set[Path]]
+    """Directories of saved memory that running machines map."""
+
     def __init__(self, journal: Journal, pool: DiskPool) -> None:
         self._journal = journal
         self._pool = pool
@@ -42,9 +46,18 @@ class Snapshots:
                 self._rows[row.info.snapshot_id] = row
             else:
                 await self._delete(row.info.snapshot_id)
+        await self.sweep()
+
+    async def sweep(self) -> None:
+        """Remove files that no row owns and no running machine maps."""
         for name in set(self._pool.snapshots()) - self._rows.keys():
-            log.warning("removing a snapshot that nobody owns", snapshot_id=name)
-            await finish_in_thread(self._pool.destroy_snapshot, name)
+            await self._destroy(name)
+
+    async def _destroy(self, snapshot_id: str) -> None:
+        """Its files; memory that running machines map stays until they have ended."""
+        memory = self._pool.snapshot_memory(snapshot_id)
+        keep = memory in self.memory_in_use()
+        await finish_in_thread(self._pool.destroy_snapshot, snapshot_id, keep_memory=keep)
 
     def all(self) -> list[Snapshot]:
         """Every complete snapshot that is there to stay."""
@@ -114,5 +127,5 @@ class Snapshots:
         return True
 
     async def _delete(self, snapshot_id: str) -> None:
-        await finish_in_thread(self._pool.destroy_snapshot, snapshot_id)
+        await self._destroy(snapshot_id)
         await self._journal.forget_snapshot(snapshot_id)

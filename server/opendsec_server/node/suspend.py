@@ -41,6 +41,7 @@ from .lifecycle import Lifecycle, check_abort
 from .process import finish_in_thread
 from .sandbox import Operation, Sandbox, status_of
 from .services import Services
+from .storage.pool import SNAPSHOT_MEMORY
 from .storage.reflink import clone_tree
 
 log = structlog.get_logger("opendsec.node")
@@ -163,6 +164,7 @@ class Suspend:
         await finish_in_thread(shutil.rmtree, half, True)
         try:
             stored = await backend.save_memory(box, half)
+            await backend.seal_memory(half, durable=True)
             crash.point("pause:saved")
             await finish_in_thread(shutil.rmtree, target, True)
             half.rename(target)
@@ -178,7 +180,7 @@ class Suspend:
         for hook, error in failures:
             log.error("teardown", sandbox_id=box.sandbox_id, hook=hook, error=repr(error))
         record = box.record
-        record.pid = record.pid_ticks = record.slot = None
+        record.pid = record.pid_ticks = record.slot = record.ram_base = None
 
     async def _go_on(self, box: Sandbox, backend: Backend, *, cause: str) -> None:
         """Back to running, after something went wrong before its run was ended."""
@@ -237,13 +239,15 @@ class Suspend:
             box.record.end_at = before
             await self._stay_paused(box, backend)
             raise _as_resume_failure(exc) from exc
-        mode, box.record.pause_mode = box.record.pause_mode, None
+        box.record.pause_mode = None
         await self._insist(box, State.RUNNING, cause="resume")
         if frozen and not reboot:
             self._lifecycle.arm(box)
             return
         self._lifecycle.watch(box)
-        if mode == "full":
+        # The saved memory stays while the machine maps it: the next pause stores differences.
+        self._paths.kept_disk(box.sandbox_id).unlink(missing_ok=True)
+        if box.record.ram_base is None:
             saved = self._paths.saved_memory(box.sandbox_id)
             await finish_in_thread(shutil.rmtree, saved, True)
 
@@ -254,11 +258,17 @@ class Suspend:
         if box.record.pause_mode == "full" and not reboot:
             await backend.check_memory(saved)
             box.restore_from = saved
+        elif self._paths.kept_disk(box.sandbox_id).exists():
+            # A resume of the memory failed before: what it wrote to the disk does not count.
+            await finish_in_thread(self._put_back_disk, box)
         try:
             async with self._lifecycle.turn(box) as deadline, asyncio.timeout_at(deadline):
                 await set_up(backend.run_hooks, box, lambda: check_abort(box))
         finally:
             box.restore_from = None
+
+    def _put_back_disk(self, box: Sandbox) -> None:
+        self._paths.kept_disk(box.sandbox_id).replace(self._paths.machine_disk(box.sandbox_id))
 
     async def _stay_paused(self, box: Sandbox, backend: Backend) -> None:
         if box.state is not State.RESUMING:
@@ -375,7 +385,7 @@ class Suspend:
         try:
             crash.point("snapshot:begun")
             if box.state is State.RUNNING:
-                info = await self._of_running(box, info)
+                info = await self._of_running(box, info, ephemeral)
             else:
                 info = await self._of_paused(box, info)
             crash.point("snapshot:made")
@@ -390,7 +400,7 @@ class Suspend:
             raise
         return info
 
-    async def _of_running(self, box: Sandbox, info: Snapshot) -> Snapshot:
+    async def _of_running(self, box: Sandbox, info: Snapshot, ephemeral: bool) -> Snapshot:
         backend = self._lifecycle.backend_of(box)
         if info.mode == "filesystem":
             await backend.settle(box)
@@ -401,9 +411,11 @@ class Suspend:
             directory, disk_bytes = await finish_in_thread(self._copy_disk, box, info.snapshot_id)
             memory_bytes = 0
             if info.mode == "full":
-                memory_bytes = await backend.save_memory(box, directory / "memory")
+                memory_bytes = await backend.save_memory(box, directory / SNAPSHOT_MEMORY)
         finally:
             await self._go_on(box, backend, cause="snapshot")
+        if info.mode == "full":
+            await backend.seal_memory(directory / SNAPSHOT_MEMORY, durable=not ephemeral)
         return msgspec.structs.replace(info, disk_bytes=disk_bytes, memory_bytes=memory_bytes)
 
     async def _of_paused(self, box: Sandbox, info: Snapshot) -> Snapshot:
@@ -411,7 +423,7 @@ class Suspend:
         memory_bytes = 0
         if info.mode == "full":
             saved = self._paths.saved_memory(box.sandbox_id)
-            memory_bytes = await finish_in_thread(clone_tree, saved, directory / "memory")
+            memory_bytes = await finish_in_thread(clone_tree, saved, directory / SNAPSHOT_MEMORY)
         return msgspec.structs.replace(info, disk_bytes=disk_bytes, memory_bytes=memory_bytes)
 
     def _copy_disk(self, box: Sandbox, snapshot_id: str) -> tuple[Path, int]:

@@ -25,6 +25,7 @@ class Backend(Protocol):
     Attributes:
         info: Name, capabilities as data, accelerator, VMM. Fixed while the node runs.
         keep_hooks: What lasts from create to end: admission, disk.
+        budget_s: How long a start or resume may take.
         run_hooks: What exists only while it runs or is frozen: network slot, root file system,
             process, agent. Together they must leave ``box.pidfd`` and ``box.record.pid`` set:
             the process whose end is the sandbox's end. With ``box.restore_from`` set they
@@ -33,6 +34,9 @@ class Backend(Protocol):
 
     @property
     def info(self) -> BackendInfo: ...
+
+    @property
+    def budget_s(self) -> float: ...
 
     @property
     def keep_hooks(self) -> Sequence[Hook]: ...
@@ -80,6 +84,17 @@ class Backend(Protocol):
             NodeFull: no room on the disk.
         """
 
+    async def seal_memory(self, directory: Path, *, durable: bool) -> None:
+        """Complete what ``save_memory`` wrote, with checksums; the sandbox may run meanwhile.
+
+        Args:
+            directory: Its ``target``.
+            durable: Wait until all of it is on the medium.
+
+        Raises:
+            SnapshotFailed: the disk failed or is full.
+        """
+
     async def check_memory(self, directory: Path) -> None:
         """See whether saved memory is whole and fits this machine.
 
@@ -110,6 +125,13 @@ class Backend(Protocol):
 
     def why_ended(self, box: Sandbox) -> tuple[EndReason, str]:
         """Why its first process ended by itself, with the evidence in a sentence."""
+
+    async def keep_house(self, memory_in_use: set[Path]) -> None:
+        """Now and then: remove what is kept for speed only and not needed.
+
+        Args:
+            memory_in_use: Directories of saved memory that running machines map.
+        """
 
     def known(self) -> set[str]:
         """Ids of all sandboxes of which it finds something on the machine (disks excepted)."""

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 from opendsec_server.contract.errors import NotSupported, SnapshotFailed
+from opendsec_server.contract.limits import START_BUDGET_S
 from opendsec_server.contract.node import BackendInfo, Capabilities
 from opendsec_server.contract.states import EndReason
-from opendsec_server.node import process
+from opendsec_server.node.adoption import take_back
 from opendsec_server.node.cgroups.base import CgroupSet
 from opendsec_server.node.hooks import Hook
 from opendsec_server.node.hooks.admit import Admit
@@ -21,7 +21,6 @@ from opendsec_server.node.hooks.layers import Layers
 from opendsec_server.node.hooks.network import Network
 from opendsec_server.node.hooks.rootfs import Rootfs
 from opendsec_server.node.hooks.runtime import Runtime
-from opendsec_server.node.network.slots import Slot
 from opendsec_server.node.sandbox import Sandbox
 from opendsec_server.node.services import Services
 
@@ -38,6 +37,8 @@ CAPABILITIES = Capabilities(
 
 class ContainerBackend:
     """See ``Backend``. A full pause freezes the processes and gives back what memory it can."""
+
+    budget_s = START_BUDGET_S
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -76,6 +77,10 @@ class ContainerBackend:
         """Containers have no memory snapshot."""
         raise NotSupported("a container's memory cannot be saved")
 
+    async def seal_memory(self, directory: Path, *, durable: bool) -> None:
+        """Containers have no memory snapshot."""
+        raise NotSupported("a container's memory cannot be saved")
+
     async def check_memory(self, directory: Path) -> None:
         """Containers have no memory snapshot."""
         raise NotSupported("a container's memory cannot be saved")
@@ -91,31 +96,19 @@ class ContainerBackend:
 
     def memory_bytes(self, box: Sandbox) -> int:
         """What its control group is charged."""
-        usage = self._cgroups.usage(box.sandbox_id)
-        return 0 if usage is None else usage.memory_bytes + usage.cache_bytes
+        now = self._cgroups.memory_now(box.sandbox_id)
+        return 0 if now is None else now.resident
 
     def adopt(self, box: Sandbox) -> bool:
         """By process identity and control group."""
-        identity, number = box.identity, box.record.slot
-        if identity is None or number is None:
-            return False
-        pidfd = process.open_identity(identity, self._services.boot_id)
-        if pidfd is None:
-            return False
-        try:
-            if not self._cgroups.contains(box.sandbox_id, identity.pid):
-                raise ProcessLookupError
-            netns_fd = os.open(f"/proc/{identity.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            os.close(pidfd)
-            return False
-        box.pidfd = pidfd
-        box.slot = Slot(number, self._services.slots.address_of(number), netns_fd, None)
-        return True
+        return take_back(self._services, box)
 
     def why_ended(self, box: Sandbox) -> tuple[EndReason, str]:
         """By the memory limit, by a signal, or by itself."""
         return why_ended(self._cgroups, box)
+
+    async def keep_house(self, memory_in_use: set[Path]) -> None:
+        """Nothing is kept."""
 
     def known(self) -> set[str]:
         """Control groups, run directories and what the OCI runtime remembers."""

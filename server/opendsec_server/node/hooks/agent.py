@@ -7,7 +7,7 @@ import contextlib
 
 from opendsec_server.contract.errors import AgentUnresponsive, SandboxStartFailed, StartTimeout
 from opendsec_server.contract.limits import START_BUDGET_S
-from opendsec_server.contract.states import EndReason
+from opendsec_server.contract.states import EndReason, State
 from opendsec_server.node import agent_client, process
 from opendsec_server.node.sandbox import Sandbox
 from opendsec_server.node.services import Services
@@ -56,5 +56,7 @@ class Agent:
         if box.slot is None or box.pidfd is None or process.has_ended(box.pidfd):
             return
         reason = _TERMINATE_REASON.get(box.record.reason or EndReason.KILLED, "killed")
+        if box.state is State.PAUSING:
+            reason = "paused"
         with contextlib.suppress(AgentUnresponsive):
             await agent_client.terminate(box.slot.address, box.spec.control_token, reason)

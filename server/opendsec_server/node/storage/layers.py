@@ -46,6 +46,17 @@ class LayerMounts:
                     self._ready.add(digest)
         return [target]
 
+    def files(self, image: str) -> list[Path]:
+        """Files of an image's layers, the topmost first, for those who mount them themselves.
+
+        Raises:
+            TemplateNotFound: the image is not on this node.
+        """
+        try:
+            return [self._store.layer_path(self._store.find(image).digest)]
+        except ImageNotFound as exc:
+            raise TemplateNotFound(f"image {image!r} is not on this node: {exc}") from exc
+
     async def _mount(self, layer: Path, target: Path) -> None:
         if not mountns.is_mounted_on_host(target):
             mountns.make_directory(target)

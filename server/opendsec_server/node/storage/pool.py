@@ -29,6 +29,8 @@ log = structlog.get_logger("opendsec.node")
 SNAPSHOT_DISK = "disk"
 """The subvolume inside a snapshot's directory."""
 
+SNAPSHOT_MEMORY = "memory"
+
 POOL_SHARE_OF_FREE = 0.8
 POOL_MB_MIN = 512
 _TOOL_TIMEOUT_S = 120.0
@@ -124,6 +126,8 @@ class DiskPool:
                 btrfs.destroy_subvolume(self._paths.disks, name)
             for name in self.snapshots():
                 self.destroy_snapshot(name)
+            for directory in (self._paths.templates, self._paths.blank_disks):
+                shutil.rmtree(directory, ignore_errors=True)
         mountns.unmount_everywhere(target)
         await self._wait_released()
         self._paths.pool_image.unlink(missing_ok=True)
@@ -184,12 +188,17 @@ class DiskPool:
         )
         return directory
 
-    def destroy_snapshot(self, snapshot_id: str) -> None:
-        """Remove a snapshot. Idempotent. Sandboxes that were started from it keep their blocks,
-        and the memory file that they map."""
+    def snapshot_memory(self, snapshot_id: str) -> Path:
+        """Where the memory of a snapshot is."""
+        return self._paths.snapshot(snapshot_id) / SNAPSHOT_MEMORY
+
+    def destroy_snapshot(self, snapshot_id: str, *, keep_memory: bool = False) -> None:
+        """Remove a snapshot. Idempotent. Sandboxes that were started from it keep their blocks."""
         directory = self._paths.snapshot(snapshot_id)
-        if directory.is_dir():
-            btrfs.destroy_subvolume(directory, SNAPSHOT_DISK)
+        if not directory.is_dir():
+            return
+        btrfs.destroy_subvolume(directory, SNAPSHOT_DISK)
+        if not keep_memory:
             shutil.rmtree(directory)
 
     def used_bytes(self, name: str) -> int:
