@@ -16,10 +16,10 @@ from ._output import print_json
 
 def url(args: argparse.Namespace) -> int:
     """Print where a port of a sandbox is served."""
-    from ._session import client_of
+    from ._session import client_of, look_at
 
     with client_of(args) as client:
-        address = client.connect(args.sandbox).url(args.port)
+        address = look_at(client, args.sandbox).url(args.port)
     if args.json:
         print_json({"url": address})
     else:

@@ -26,13 +26,18 @@ TIMED_OUT = 124
 """``run`` and ``exec --timeout``: the program was ended by its limit, as by timeout(1)."""
 PROGRAM_NOT_RUN = 125
 """``run``, ``exec``, ``shell``: OpenDsec failed or refused; no exit code of the program exists."""
+NOT_EXECUTABLE = 126
+"""``run``, ``exec``: the sandbox has the program but cannot run it, as shells say it."""
+COMMAND_NOT_FOUND = 127
+"""``run``, ``exec``: the sandbox has no such program, as shells say it."""
 
 HELP = """\
 exit codes:
   0 success; 1 you have to change something; 2 wrong usage; 69 server not reachable;
   70 server failed; 75 no room now; 77 API key refused.
   run, exec and shell end with the program's own code (128+n: ended by signal n), and with
-  124 when --timeout ended it, 125 when OpenDsec failed and there is no code of the program.
+  124 when --timeout ended it, 125 when OpenDsec failed and there is no code of the program,
+  126 when the program cannot be run, 127 when there is no such program.
 """
 
 
@@ -53,7 +58,14 @@ def code_for(error: OpendsecError, *, runs_program: bool) -> int:
     from opendsec import _errors as e
 
     if runs_program:
-        return TIMED_OUT if isinstance(error, e.CommandTimeout) else PROGRAM_NOT_RUN
+        for cls, code in (
+            (e.CommandTimeout, TIMED_OUT),
+            (e.ProgramNotFound, COMMAND_NOT_FOUND),
+            (e.ProgramNotExecutable, NOT_EXECUTABLE),
+        ):
+            if isinstance(error, cls):
+                return code
+        return PROGRAM_NOT_RUN
     if isinstance(error, (e.Unauthenticated, e.Forbidden)):
         return NO_PERMISSION
     if isinstance(error, e.ConnectionFailed):

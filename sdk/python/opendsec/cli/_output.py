@@ -47,7 +47,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in columns:
-            table.add_column(column, no_wrap=column in ("ID", "PID", "TIME", "STATE"))
+            table.add_column(column, no_wrap=column in ("ID", "PID", "TIME", "STATE", "BACKEND"))
         for row in rows:
             cells = (Text(cell, STATE_STYLES.get(cell, "")) for cell in row)
             table.add_row(*cells)
@@ -57,6 +57,46 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in [columns, *rows]:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print(line.rstrip())
+
+
+REMEDIES = {
+    "unauthenticated": "Set OPENDSEC_API_KEY. On the server's machine: "
+    'eval "$(sudo opendsec env)"',
+    "not_configured": "Set OPENDSEC_API_URL and OPENDSEC_API_KEY, or give --url.",
+    "forbidden": "Use a key of the project that owns it (OPENDSEC_API_KEY).",
+    "sandbox_not_found": "`opendsec ls -a` lists them. An ended one cannot be used again: create "
+    "a new one.",
+    "template_not_found": "`opendsec templates` lists them; snapshots go by --from-snapshot.",
+    "snapshot_not_found": "`opendsec snapshot ls` lists them.",
+    "process_not_found": "`opendsec ps ID` lists the sandbox's processes.",
+    "sandbox_state_conflict": "`opendsec info ID` shows its state; try again when it has changed.",
+    "already_paused": "Nothing is to be done. `opendsec resume ID` lets it run on.",
+    "sandbox_paused": "`opendsec resume ID` lets it run on, with its processes if the pause kept "
+    "memory.",
+    "idempotency_request_mismatch": "Use another --idempotency-key for other options.",
+    "command_timeout": "Give a longer --timeout, or make the program faster.",
+    "disk_full": "Remove files in the sandbox, or create it with a larger --disk.",
+    "port_not_open": "Start the service in the sandbox first.",
+    "payload_too_large": "Send less. File contents go by `opendsec cp`.",
+    "quota_exceeded": "`opendsec kill` ends what you no longer need; else ask for a higher quota.",
+    "node_full": "Try again when sandboxes have ended or were paused, or add memory or disk.",
+    "sandbox_start_failed": "Try again. `sudo opendsec doctor` if it repeats.",
+    "start_timeout": "Try again. `sudo opendsec doctor` if it repeats.",
+    "agent_unresponsive": "Try again; if it repeats, `opendsec kill ID` and create a new one.",
+    "snapshot_damaged": "`opendsec snapshot rm` it and take it again. A paused sandbox may come up "
+    "from its disk: `opendsec resume --reboot ID`.",
+    "snapshot_incompatible": "A paused sandbox can be started from its disk: "
+    "`opendsec resume --reboot ID`.",
+    "resume_failed": "Try again; if it repeats: `opendsec resume --reboot ID`.",
+    "connection_failed": "Check the address and that the server runs: `opendsec doctor`.",
+}
+"""What to do, in the words of this command line instead of those of the API, by error code."""
+
+
+def remedy_of(error: OpendsecError) -> str:
+    """What the user should do. A remedy made for this one failure is left as it is."""
+    general = error.remediation == error.default_remediation or error.http_status is not None
+    return REMEDIES.get(error.code, error.remediation) if general else error.remediation
 
 
 def print_error(error: OpendsecError, *, as_json: bool) -> None:
@@ -73,7 +113,7 @@ def print_error(error: OpendsecError, *, as_json: bool) -> None:
     if error.request_id:
         facts.append(f"request {error.request_id}")
     print(f"{red}opendsec: {error.message}{off}", file=sys.stderr)
-    print(f"  {error.remediation}", file=sys.stderr)
+    print(f"  {remedy_of(error)}", file=sys.stderr)
     print(f"  {dim}{', '.join(facts)}{off}", file=sys.stderr)
 
 

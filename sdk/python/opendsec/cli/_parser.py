@@ -13,6 +13,9 @@ from opendsec._version import __version__
 from . import _exit
 
 SHELLS = ("bash", "zsh", "fish")
+ON_TIMEOUT = ("kill", "pause")
+STATE_MODES = ("full", "filesystem")
+SANDBOX_HELP = "id of the sandbox"
 
 
 class _ProgramParser(argparse.ArgumentParser):
@@ -84,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_listing(commands)
     _add_exec(commands)
     _add_files(commands)
+    _add_state(commands)
     _add_kill(commands)
     _add_about(commands)
     return parser
@@ -148,15 +152,33 @@ def _add_create(commands: Any) -> None:
 
 
 def _creation_options(p: argparse.ArgumentParser, *, timeout_s: int) -> None:
-    p.add_argument("--template", default="base", help="default: base")
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("--template", default="base", help="what it is made from (default: base)")
+    source.add_argument(
+        "--from-snapshot", metavar="SNAPSHOT", help="start from a snapshot, by its id or name"
+    )
     p.add_argument(
         "--timeout",
         type=_seconds,
         default=timeout_s,
         metavar="SECONDS",
-        help=f"it ends after so long (default: {timeout_s})",
+        help=f"its time runs out after so long (default: {timeout_s})",
     )
-    p.add_argument("--idle-timeout", type=_seconds, metavar="SECONDS", help="end when unused")
+    p.add_argument(
+        "--idle-timeout", type=_seconds, metavar="SECONDS", help="the same when unused for so long"
+    )
+    p.add_argument(
+        "--on-timeout",
+        choices=ON_TIMEOUT,
+        default="kill",
+        help="what happens when its time runs out (default: kill)",
+    )
+    p.add_argument(
+        "--pause-mode", choices=STATE_MODES, help="what a pause by time-out keeps (default: full)"
+    )
+    p.add_argument(
+        "--auto-resume", action="store_true", help="a request to the paused sandbox resumes it"
+    )
     p.add_argument("--cpu", type=float, metavar="CORES", help="cores, such as 0.5")
     p.add_argument("--memory", type=_mib, metavar="SIZE", help="memory: MiB, or 2g")
     p.add_argument("--disk", type=_mib, metavar="SIZE", help="disk: MiB, or 10g")
@@ -172,12 +194,21 @@ def _creation_options(p: argparse.ArgumentParser, *, timeout_s: int) -> None:
     p.add_argument("--no-network", action="store_true", help="no internet")
     p.add_argument("--allow", action="append", default=[], metavar="CIDR", help="open an address")
     p.add_argument("--deny", action="append", default=[], metavar="CIDR", help="close an address")
-    p.add_argument("--label", action="append", default=[], help="your own word, to find it by")
     p.add_argument(
-        "--metadata", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="facts"
+        "--label", action="append", default=[], metavar="WORD", help="your own word, to find it by"
     )
-    p.add_argument("--task", help="id of the job it belongs to")
-    p.add_argument("--backend", help="container, or another the server offers")
+    p.add_argument(
+        "--metadata",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="KEY=VALUE",
+        help="your own fact, to find it by",
+    )
+    p.add_argument("--task", metavar="JOB", help="id of the job it belongs to")
+    p.add_argument(
+        "--backend", metavar="NAME", help="how it is isolated; `opendsec info` lists them"
+    )
     p.add_argument("--idempotency-key", metavar="KEY", help="a second create finds the first")
 
 
@@ -202,41 +233,154 @@ def _add_exec(commands: Any) -> None:
     _terminal_options(p)
     p.add_argument("-d", "--detach", action="store_true", help="print the pid and return")
     p.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="kill it after so long")
-    p.add_argument("-e", "--env", action="append", default=[], type=_env_pair, metavar="NAME=VALUE")
-    p.add_argument("sandbox", metavar="ID")
+    p.add_argument(
+        "-e",
+        "--env",
+        action="append",
+        default=[],
+        type=_env_pair,
+        metavar="NAME=VALUE",
+        help="environment; NAME alone takes the value from here",
+    )
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
     p.add_argument("program", nargs="*", help="program and arguments")
     p = _command(commands, "shell", "_programs:shell", "open a terminal in a sandbox")
     p.set_defaults(runs_program=True)
     p.add_argument("-u", "--user", help="account in the sandbox")
     p.add_argument("-w", "--workdir", metavar="DIR", help="directory in the sandbox")
-    p.add_argument("sandbox", metavar="ID")
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
 
 
 def _add_listing(commands: Any) -> None:
     p = _command(commands, "ls", "_sandboxes:ls", "list sandboxes")
     p.add_argument("-a", "--all", action="store_true", help="ended ones too")
-    p.add_argument("--state", action="append", default=[], help="only these states")
+    p.add_argument(
+        "--state",
+        action="append",
+        default=[],
+        metavar="STATE",
+        help="only in this state, such as running or paused; may be repeated",
+    )
     _filter_options(p)
-    p.add_argument("--template")
-    p.add_argument("--limit", type=int, help="at most so many")
+    p.add_argument("--template", metavar="NAME", help="only from this template")
+    p.add_argument("--limit", type=int, metavar="COUNT", help="at most so many")
     p.add_argument("-q", "--quiet", action="store_true", help="ids only")
     p = _command(commands, "ps", "_sandboxes:ps", "list processes of a sandbox, or of all")
-    p.add_argument("sandbox", metavar="ID", nargs="?")
-    p = _command(commands, "info", "_sandboxes:info", "describe a sandbox, or the server")
-    p.add_argument("sandbox", metavar="ID", nargs="?")
+    p.add_argument("sandbox", metavar="ID", nargs="?", help=f"{SANDBOX_HELP} (default: all)")
+    p = _command(commands, "info", "_info:info", "describe a sandbox, or the server")
+    p.add_argument("sandbox", metavar="ID", nargs="?", help=f"{SANDBOX_HELP} (default: the server)")
     p = _command(commands, "logs", "_sandboxes:logs", "what happened to a sandbox, and why")
     p.add_argument("-f", "--follow", action="store_true", help="go on until it has ended")
-    p.add_argument("sandbox", metavar="ID")
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
     p = _command(commands, "metrics", "_sandboxes:metrics", "CPU, memory and disk of a sandbox")
     p.add_argument("--all", action="store_true", help="every kept reading, not only the last")
-    p.add_argument("sandbox", metavar="ID")
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
     _command(commands, "templates", "_sandboxes:templates", "list templates")
 
 
 def _filter_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--task", help="of this job")
-    p.add_argument("--label", action="append", default=[], help="with this label")
-    p.add_argument("--metadata", action="append", default=[], type=_pair, metavar="KEY=VALUE")
+    p.add_argument("--task", metavar="JOB", help="only of this job")
+    p.add_argument(
+        "--label", action="append", default=[], metavar="WORD", help="only with this label"
+    )
+    p.add_argument(
+        "--metadata",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="KEY=VALUE",
+        help="only with this fact",
+    )
+
+
+def _add_state(commands: Any) -> None:
+    p = _command(
+        commands,
+        "pause",
+        "_state:pause",
+        "free a sandbox's memory and keep the rest",
+        example="  opendsec pause ID\n  opendsec pause --mode filesystem ID",
+    )
+    _mode_option(p, "full keeps its processes, filesystem the disk alone (default: full)")
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
+    p = _command(commands, "resume", "_state:resume", "let a paused sandbox run on")
+    p.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="its time runs out after so long (default: the server's)",
+    )
+    p.add_argument(
+        "--reboot", action="store_true", help="forget the kept memory and start from the disk"
+    )
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
+    p = _command(
+        commands,
+        "fork",
+        "_state:fork",
+        "make copies of a running sandbox and print their ids",
+        example="  opendsec fork ID -n 8 --label try",
+    )
+    p.add_argument(
+        "-n", "--count", type=int, default=1, metavar="COUNT", help="how many (default: 1)"
+    )
+    _mode_option(p, "full copies its processes too, filesystem the disk alone (default: full)")
+    p.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="their time runs out after so long (default: the server's)",
+    )
+    p.add_argument(
+        "--label", action="append", default=[], metavar="WORD", help="label of the copies"
+    )
+    p.add_argument(
+        "--metadata",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="KEY=VALUE",
+        help="fact of the copies",
+    )
+    p.add_argument(
+        "--idempotency-key", metavar="KEY", help="a second fork finds the first's copies"
+    )
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
+    _add_snapshot(commands)
+
+
+def _add_snapshot(commands: Any) -> None:
+    text = "save sandboxes' states, and list and remove what was saved"
+    commands._parser_class = argparse.ArgumentParser
+    parser = commands.add_parser(
+        "snapshot",
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog="example:\n  opendsec snapshot create ID --name warm\n"
+        "  opendsec create --from-snapshot warm",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    # Without a subcommand there is nothing to do but to say which there are.
+    inner = parser.add_subparsers(title="commands", metavar="COMMAND", dest="action", required=True)
+    p = _command(inner, "create", "_state:snapshot_create", "save a sandbox's state, print its id")
+    p.add_argument("--name", metavar="NAME[:TAG]", help="a name to find it by")
+    _mode_option(p, "full saves its processes too, filesystem the disk alone (default: full)")
+    p.add_argument(
+        "--idempotency-key", metavar="KEY", help="a second try finds the first's snapshot"
+    )
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
+    p = _command(inner, "ls", "_state:snapshot_ls", "list snapshots")
+    p.add_argument("--sandbox", metavar="ID", help="only of this sandbox")
+    p.add_argument("--name", metavar="NAME", help="only with this name")
+    p.add_argument("--limit", type=int, metavar="COUNT", help="at most so many")
+    p.add_argument("-q", "--quiet", action="store_true", help="ids only")
+    p = _command(inner, "rm", "_state:snapshot_rm", "remove snapshots")
+    p.add_argument("snapshots", metavar="SNAPSHOT", nargs="+", help="id or name of a snapshot")
+
+
+def _mode_option(p: argparse.ArgumentParser, text: str) -> None:
+    p.add_argument("--mode", choices=STATE_MODES, default="full", help=text)
 
 
 def _add_files(commands: Any) -> None:
@@ -256,15 +400,15 @@ def _add_files(commands: Any) -> None:
 
 def _add_kill(commands: Any) -> None:
     p = _command(commands, "kill", "_sandboxes:kill", "end sandboxes")
-    p.add_argument("sandboxes", metavar="ID", nargs="*")
+    p.add_argument("sandboxes", metavar="ID", nargs="*", help="ids of the sandboxes")
     p.add_argument("--all", action="store_true", help="every sandbox of the project")
     _filter_options(p)
 
 
 def _add_about(commands: Any) -> None:
     p = _command(commands, "url", "_about:url", "address of a port of a sandbox")
-    p.add_argument("sandbox", metavar="ID")
-    p.add_argument("port", type=int)
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
+    p.add_argument("port", type=int, metavar="PORT", help="where its service listens")
     _command(
         commands,
         "env",
@@ -280,7 +424,7 @@ def _add_about(commands: Any) -> None:
         "print the completion script of a shell",
         example="  opendsec completion bash > /etc/bash_completion.d/opendsec",
     )
-    p.add_argument("shell", choices=SHELLS)
+    p.add_argument("shell", choices=SHELLS, help="which shell")
 
 
 # --- value types: their names appear in error messages ---------------------------

@@ -19,7 +19,7 @@ from opendsec._sync._process import feed_stdin, kill_quietly
 
 from . import _exit
 from ._output import note, print_json, waiting
-from ._session import client_of, creation_arguments
+from ._session import awake, client_of, creation_arguments
 
 SCRIPT_DIR = "/tmp"  # noqa: S108 - in the sandbox, which has one user
 INTERPRETERS = {".py": "python3", ".js": "node", ".mjs": "node", ".sh": "bash"}
@@ -50,7 +50,7 @@ def exec_(args: argparse.Namespace) -> int:
     if not args.program:
         raise _exit.Refused("nothing to run: opendsec exec ID -- PROGRAM [ARGUMENT...]")
     with client_of(args) as client:
-        sandbox = client.connect(args.sandbox)
+        sandbox = awake(client, args.sandbox)
         if args.detach:
             return _detached(sandbox, args)
         return _through(sandbox, args.program, args, timeout_s=args.timeout, env=dict(args.env))
@@ -61,7 +61,7 @@ def shell(args: argparse.Namespace) -> int:
     from ._terminal import interactive
 
     with client_of(args) as client:
-        sandbox = client.connect(args.sandbox)
+        sandbox = awake(client, args.sandbox)
         return interactive(sandbox, None, user=args.user, cwd=args.workdir)
 
 

@@ -9,15 +9,34 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from opendsec import Client, OpendsecError, SandboxInfo, SandboxNotFound, Transition
+from opendsec import (
+    Client,
+    OpendsecError,
+    SandboxInfo,
+    SandboxNotFound,
+    SandboxPaused,
+    Transition,
+)
 
 from . import _exit
 from ._output import age, note, print_error, print_json, print_table, size, waiting
-from ._session import client_of, creation_arguments
+from ._session import client_of, creation_arguments, look_at
 
 KILLS_AT_ONCE = 16
 FOLLOW_INTERVAL_S = 1.0
 METRICS_KEPT_S = 3600
+COLUMNS = [
+    "ID",
+    "STATE",
+    "BACKEND",
+    "TEMPLATE",
+    "CPU",
+    "MEMORY",
+    "AGE",
+    "LEFT",
+    "TASK",
+    "LABELS",
+]
 
 
 def create(args: argparse.Namespace) -> int:
@@ -51,22 +70,27 @@ def ls(args: argparse.Namespace) -> int:
         for record in records:
             print(record.sandbox_id)
     else:
+        # Why something ended is a column only where something has.
+        reasons = args.all or any(record.ended for record in records)
         print_table(
-            ["ID", "STATE", "TEMPLATE", "CPU", "MEMORY", "AGE", "LEFT", "TASK", "LABELS"],
-            [_row(record) for record in records],
+            [*COLUMNS[:8], *(["REASON"] if reasons else []), *COLUMNS[8:]],
+            [_row(record, reasons) for record in records],
         )
     return _exit.OK
 
 
-def _row(record: SandboxInfo) -> list[str]:
+def _row(record: SandboxInfo, reasons: bool) -> list[str]:
+    endless = record.ended or record.asleep
     return [
         record.sandbox_id,
         record.state,
+        record.backend,
         record.template or record.template_id,
         f"{record.cpu:g}",
         f"{record.memory_mb} MiB",
         age(record.created_at),
-        record.end_reason or "-" if record.ended else age(record.end_at),
+        "-" if endless else age(record.end_at),
+        *([record.end_reason or "-"] if reasons else []),
         record.task_id or "-",
         ",".join(record.labels) or "-",
     ]
@@ -79,11 +103,11 @@ def ps(args: argparse.Namespace) -> int:
         ids = [args.sandbox] if args.sandbox else _running_ids(client)
         for sandbox_id in ids:
             try:
-                processes = client.connect(sandbox_id).processes()
-            except SandboxNotFound:
+                processes = look_at(client, sandbox_id).processes()
+            except (SandboxNotFound, SandboxPaused):
                 if args.sandbox:
                     raise
-                continue  # It ended between the two calls.
+                continue  # It ended or was paused between the two calls.
             found.extend(
                 {
                     "sandbox_id": sandbox_id,
@@ -120,30 +144,6 @@ def _running_ids(client: Client) -> list[str]:
 def _one_line(text: str) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= 100 else flat[:97] + "..."
-
-
-def info(args: argparse.Namespace) -> int:
-    """Describe a sandbox or the server."""
-    import msgspec
-
-    with client_of(args) as client:
-        record = client.info(args.sandbox) if args.sandbox else client.server_info()
-    if args.json:
-        print_json(record)
-        return _exit.OK
-    for name, value in msgspec.to_builtins(record).items():
-        if value not in (None, "", [], {}, ()):
-            shown = "(hidden; --json shows it)" if name.endswith("_token") else _shown(value)
-            print(f"{name:16} {shown}")
-    return _exit.OK
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{key}={_shown(item)}" for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return ",".join(str(item) for item in value)
-    return str(value)
 
 
 def logs(args: argparse.Namespace) -> int:
@@ -184,7 +184,7 @@ def metrics(args: argparse.Namespace) -> int:
     if not samples:
         note("No reading yet; one is taken every few seconds.")
     print_table(
-        ["TIME", "CPU", "OF", "MEMORY", "OF", "CACHE", "DISK", "OF"],
+        ["TIME", "CPU", "CPUS", "MEMORY", "MEMORY LIMIT", "CACHE", "DISK", "DISK LIMIT"],
         [
             [
                 sample.at.astimezone().strftime("%H:%M:%S"),

@@ -6,7 +6,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from opendsec import Client, NetworkPolicy
+from opendsec import Client, NetworkPolicy, Sandbox
+from opendsec._sync._connect import gone
+
+from ._output import note, waiting
 
 RETRIES_MAX = 4
 """About three seconds: enough for a restart of the server, and bearable for who waits."""
@@ -17,6 +20,33 @@ def client_of(args: argparse.Namespace, *, retries_max: int = RETRIES_MAX) -> Cl
     return Client(base_url=args.url, retries_max=retries_max)
 
 
+def look_at(client: Client, sandbox_id: str) -> Sandbox:
+    """A sandbox to ask something of. Unlike ``client.connect`` it never resumes a paused one.
+
+    Raises:
+        SandboxNotFound: unknown, or ended.
+    """
+    record = client.info(sandbox_id)
+    if record.ended:
+        raise gone(record)
+    return Sandbox(client, record, owns_client=False)
+
+
+def awake(client: Client, sandbox_id: str) -> Sandbox:
+    """A sandbox to work in; a paused one is resumed first, and people are told.
+
+    Raises:
+        SandboxNotFound: unknown, or ended.
+    """
+    with waiting("Connecting to the sandbox..."):
+        sandbox = look_at(client, sandbox_id)
+        if sandbox.record.state in ("starting", "running"):
+            return sandbox
+        note(f"The sandbox is {sandbox.record.state}; it is resumed.")
+        sandbox.resume()
+        return sandbox
+
+
 def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``Client.create`` that were given."""
     network = None
@@ -25,7 +55,7 @@ def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
             internet=not args.no_network, allow=tuple(args.allow), deny=tuple(args.deny)
         )
     return {
-        "template": args.template,
+        "template": args.from_snapshot or args.template,
         "cpu": args.cpu,
         "memory_mb": args.memory,
         "disk_mb": args.disk,
@@ -35,6 +65,9 @@ def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "task_id": args.task,
         "timeout_s": args.timeout,
         "idle_timeout_s": args.idle_timeout,
+        "on_timeout": args.on_timeout,
+        "pause_mode": args.pause_mode,
+        "auto_resume": args.auto_resume,
         "network": network,
         "backend": args.backend,
         "idempotency_key": args.idempotency_key,

@@ -296,7 +296,7 @@ def test_ls_is_plain_text_or_json(ready: FakeServer) -> None:
     page = {"sandboxes": [sandbox(labels=["a"], task_id="t")], "next_cursor": None}
     ready.on("GET", "/v1/sandboxes", Answer(200, page))
     plain = cli(ready, "ls").stdout.decode()
-    assert plain.splitlines()[0].split()[:3] == ["ID", "STATE", "TEMPLATE"]
+    assert plain.splitlines()[0].split()[:3] == ["ID", "STATE", "BACKEND"]
     assert SANDBOX_ID in plain
     assert "\x1b" not in plain
     as_json = json.loads(cli(ready, "ls", "--json").stdout)
