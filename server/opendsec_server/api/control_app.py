@@ -24,6 +24,9 @@ from .errors import handle_error
 from .http import Query, Request, answer, segment, services_of
 from .observe import Observed
 
+ACCESS_HEADER = "x-opendsec-access-token"
+TRAFFIC_HEADER = "x-opendsec-traffic-token"
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -35,7 +38,7 @@ async def route_by_signature(request: Request) -> Response[bytes]:
     signature = query.text("signature")
     if path is None or signature is None or operation not in ("read", "write"):
         raise InvalidRequest("path, operation (read or write) and signature are required")
-    route = await services_of(request).node.route_by_signature(
+    route = await services_of(request).routes.find_by_signature(
         path=path,
         operation=operation,
         username=query.text("username") or "",
@@ -47,11 +50,20 @@ async def route_by_signature(request: Request) -> Response[bytes]:
 
 @get("/routes/{sandbox_id:str}")
 async def route(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
-    """How to reach a sandbox. Waits while it starts. Served without the store."""
+    """How to reach a sandbox. Waits while it starts, pauses or resumes; served without the store
+    when it runs. One that wakes by traffic is resumed first, if the request may do that: ``port``
+    says what it is for, and the headers bring the tokens that its caller gave."""
     name = segment(sandbox_id)
     if not is_sandbox_id(name):
         raise SandboxNotFound("there is no such sandbox")
-    return answer(await services_of(request).node.route(name))
+    port = Query(request).integer("port", 0, at_least=0, at_most=65_535)
+    found = await services_of(request).routes.find(
+        name,
+        port=port or None,
+        access_token=request.headers.get(ACCESS_HEADER),
+        traffic_token=request.headers.get(TRAFFIC_HEADER),
+    )
+    return answer(found)
 
 
 @get("/invalidations")

@@ -69,12 +69,16 @@ def handle_error(request: Request, exc: Exception) -> Response[bytes]:
         }
         return answer(body, error.http_status, headers)
     headers["Should-Retry"] = "true" if _may_repeat(request, error) else "false"
-    body = {
+    return answer(error_body(error), error.http_status, headers)
+
+
+def error_body(error: OpendsecError) -> dict[str, Any]:
+    """An error in E2B's shape."""
+    return {
         "code": error.http_status,
         "message": error.message,
         "error_code": _E2B_CODES.get(type(error), error.code),
     }
-    return answer(body, error.http_status, headers)
 
 
 def _may_repeat(request: Request, error: OpendsecError) -> bool:

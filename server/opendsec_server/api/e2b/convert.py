@@ -10,13 +10,16 @@ from typing import NoReturn
 import msgspec
 from msgspec import UNSET
 
+from opendsec_server.api.errors import error_body
 from opendsec_server.api.http import rfc3339
 from opendsec_server.api.protocol import ENVD_VERSION
 from opendsec_server.contract.errors import InvalidRequest, NotSupported
 from opendsec_server.contract.node import MetricSample, NetworkPolicy
 from opendsec_server.contract.states import State
 from opendsec_server.control.params import CreateParams
+from opendsec_server.control.saving import Child
 from opendsec_server.control.services import Services
+from opendsec_server.control.templates import DEFAULT_TAG
 from opendsec_server.store import records
 
 from . import schemas
@@ -42,7 +45,11 @@ def params_of(body: schemas.NewSandbox, *, timeout_s_default: int) -> CreatePara
     timeout_s = timeout_s_default if body.timeout is None else body.timeout
     if timeout_s < 0:
         raise InvalidRequest("timeout: must not be negative")
-    _refuse_pausing(body)
+    auto_resume = body.auto_resume is not None and body.auto_resume.enabled
+    if body.auto_pause_memory is False and not body.auto_pause:
+        raise InvalidRequest("autoPauseMemory: false needs autoPause")
+    if body.auto_pause_memory is False and auto_resume:
+        raise InvalidRequest("autoPauseMemory: false cannot be combined with autoResume")
     if body.volume_mounts:
         _later("volumeMounts")
     if body.iam is not None and body.iam.tokens:
@@ -52,21 +59,12 @@ def params_of(body: schemas.NewSandbox, *, timeout_s_default: int) -> CreatePara
         env=body.env_vars or {},
         metadata=body.metadata or {},
         timeout_s=timeout_s,
+        on_timeout="pause" if body.auto_pause else "kill",
+        pause_mode="filesystem" if body.auto_pause_memory is False else "full",
+        auto_resume=auto_resume,
         network=policy_of(body.network or schemas.Network(), body.allow_internet_access),
         extra=records.SandboxExtra(allow_internet_access=body.allow_internet_access, mcp=body.mcp),
     )
-
-
-def _refuse_pausing(body: schemas.NewSandbox) -> None:
-    resume = body.auto_resume is not None and body.auto_resume.enabled
-    if body.auto_pause_memory is False and not body.auto_pause:
-        raise InvalidRequest("autoPauseMemory: false needs autoPause")
-    if body.auto_pause_memory is False and resume:
-        raise InvalidRequest("autoPauseMemory: false cannot be combined with autoResume")
-    if body.auto_pause:
-        _later("autoPause")
-    if resume:
-        _later("autoResume")
 
 
 def _later(field: str) -> NoReturn:
@@ -163,8 +161,25 @@ def detail_of(services: Services, record: records.SandboxRecord) -> schemas.Sand
         allow_internet_access_shown=record.extra.allow_internet_access,
         domain=services.config.domain,
         network=_network_of(record.network),
-        lifecycle=schemas.Lifecycle(auto_resume=False, on_timeout=record.on_timeout),
+        lifecycle=schemas.Lifecycle(auto_resume=record.auto_resume, on_timeout=record.on_timeout),
+        pause_mode=record.paused_mode or UNSET,
     )
+
+
+def fork_result_of(services: Services, child: Child) -> schemas.ForkResult:
+    """One child of a fork."""
+    if child.record is not None:
+        return schemas.ForkResult(sandbox=sandbox_of(services, child.record))
+    assert child.error is not None
+    return schemas.ForkResult(error=schemas.Error(**error_body(child.error)))
+
+
+def snapshot_info_of(snapshot: records.Snapshot) -> schemas.SnapshotInfo:
+    """A snapshot. Its id is what a create takes as template, and a delete as template's id."""
+    if snapshot.name is None:
+        return schemas.SnapshotInfo(snapshot_id=f"{snapshot.snapshot_id}:{DEFAULT_TAG}", names=[])
+    name = f"{snapshot.project_id}/{snapshot.name}"
+    return schemas.SnapshotInfo(snapshot_id=f"{name}:{snapshot.tag}", names=[name])
 
 
 def _network_of(policy: NetworkPolicy) -> schemas.NetworkShown:

@@ -7,7 +7,7 @@ from litestar import Response, get
 
 from opendsec_server.api.http import Request, no_content
 
-from . import logs, not_yet, sandboxes, templates
+from . import logs, not_yet, sandboxes, states, templates
 
 
 @get("/health")
@@ -19,6 +19,7 @@ async def health(request: Request) -> Response[None]:
 OPEN_HANDLERS = [health]
 HANDLERS = [
     *sandboxes.HANDLERS,
+    *states.HANDLERS,
     *logs.HANDLERS,
     *templates.HANDLERS,
     *not_yet.HANDLERS,

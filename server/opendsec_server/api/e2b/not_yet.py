@@ -8,29 +8,18 @@ from typing import Any
 
 from litestar import Response, route
 from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromPath
 
 from opendsec_server.api.http import Request
 from opendsec_server.contract.errors import NotSupported
 
-from .sandboxes import visible
-
-_ON_SANDBOX = {
-    "pause": "pausing a sandbox",
-    "resume": "resuming a sandbox",
-    "fork": "forking a sandbox",
-    "snapshots": "taking a snapshot",
-}
-
 _LATER: dict[str, tuple[str, list[str]]] = {
-    "/snapshots": ("listing snapshots", ["GET"]),
     "/templates": ("building a template", ["POST"]),
     "/v2/templates": ("building a template", ["POST"]),
     "/v3/templates": ("building a template", ["POST"]),
     "/templates/tags": ("changing a template's tags", ["POST", "DELETE"]),
     "/templates/{template_id:str}": (
-        "reading builds of a template, changing or deleting it",
-        ["GET", "POST", "PATCH", "DELETE"],
+        "reading builds of a template, or changing it",
+        ["GET", "POST", "PATCH"],
     ),
     "/v2/templates/{template_id:str}": ("changing a template", ["PATCH"]),
     "/templates/{template_id:str}/tags": ("reading a template's tags", ["GET"]),
@@ -67,23 +56,7 @@ def _refuse(what: str) -> Callable[[Request], Awaitable[Response[Any]]]:
     return handler
 
 
-def _refuse_on_sandbox(what: str) -> Callable[[Request, str], Awaitable[Response[Any]]]:
-    async def handler(request: Request, sandbox_id: FromPath[str]) -> Response[Any]:
-        await visible(request, sandbox_id)
-        raise NotSupported(f"{what} is not supported yet")
-
-    return handler
-
-
 HANDLERS: list[HTTPRouteHandler] = [
-    *(
-        route(f"/sandboxes/{{sandbox_id:str}}/{name}", http_method=["POST"], status_code=501)(
-            _refuse_on_sandbox(what)
-        )
-        for name, what in _ON_SANDBOX.items()
-    ),
-    *(
-        route(path, http_method=methods, status_code=501)(_refuse(what))  # type: ignore[arg-type]
-        for path, (what, methods) in _LATER.items()
-    ),
+    route(path, http_method=methods, status_code=501)(_refuse(what))  # type: ignore[arg-type]
+    for path, (what, methods) in _LATER.items()
 ]

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -26,8 +28,8 @@ from opendsec_server.api.http import (
 from opendsec_server.api.native.sandboxes import metrics_span
 from opendsec_server.api.protocol import E2B_KEY_RE, idempotency_key
 from opendsec_server.contract import limits
-from opendsec_server.contract.errors import InvalidRequest, SandboxNotFound
-from opendsec_server.contract.states import State
+from opendsec_server.contract.errors import InvalidRequest, SandboxNotFound, StateConflict
+from opendsec_server.contract.states import TERMINAL, State
 from opendsec_server.store.records import SandboxRecord
 from opendsec_server.store.sandboxes import SandboxFilter
 
@@ -35,6 +37,7 @@ from . import convert, schemas
 
 _new = msgspec.json.Decoder(schemas.NewSandbox)
 _connect = msgspec.json.Decoder(schemas.Connect)
+_connect_v1 = msgspec.json.Decoder(schemas.ConnectV1)
 _timeout = msgspec.json.Decoder(schemas.SetTimeout)
 _refresh = msgspec.json.Decoder(schemas.Refresh)
 _network = msgspec.json.Decoder(schemas.PutNetwork)
@@ -70,24 +73,31 @@ async def _create(request: Request, timeout_s_default: int, *, v1: bool = False)
 
 @post("/v2/sandboxes/{sandbox_id:str}/connect")
 async def connect_v2(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
-    """``POST /v2/sandboxes/{id}/connect``: only ever extends."""
+    """``POST /v2/sandboxes/{id}/connect``: only ever extends; resumes a paused one."""
     body = await read_json(request, _connect, empty=b"{}")
-    return await _connect_for(request, sandbox_id, body.timeout)
+    timeout_s = limits.E2B_TIMEOUT_S_DEFAULT if body.timeout is None else body.timeout
+    return await _connect_for(request, sandbox_id, timeout_s, body.memory)
 
 
 @post("/sandboxes/{sandbox_id:str}/connect")
 async def connect_v1(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``POST /sandboxes/{id}/connect``: as v2, but ``timeout`` is required."""
-    body = await read_json(request, _timeout)
-    return await _connect_for(request, sandbox_id, body.timeout)
+    body = await read_json(request, _connect_v1)
+    return await _connect_for(request, sandbox_id, body.timeout, body.memory)
 
 
-async def _connect_for(request: Request, sandbox_id: str, timeout_s: int | None) -> Response[bytes]:
-    if timeout_s is not None and timeout_s < 0:
+async def _connect_for(
+    request: Request, sandbox_id: str, timeout_s: int, memory: bool | None
+) -> Response[bytes]:
+    if timeout_s < 0:
         raise InvalidRequest("timeout: must not be negative")
-    services = services_of(request)
-    record = await services.lifecycle.connect(caller_of(request), segment(sandbox_id), timeout_s)
-    return answer(convert.sandbox_of(services, record))
+    services, name = services_of(request), segment(sandbox_id)
+    with ending_is_gone(name):
+        connected = await services.lifecycle.connect(
+            caller_of(request), name, timeout_s, reboot=memory is False
+        )
+    status = 201 if connected.resumed else 200
+    return answer(convert.sandbox_of(services, connected.record), status)
 
 
 @get("/v2/sandboxes")
@@ -134,7 +144,7 @@ async def _list(
         project_id=caller.project_id,
         states=_states(query.csv("state")),
         metadata=_metadata(query.text("metadata")),
-        template_id=await services.templates.id_to_list(caller, template),
+        template_id=await services.snapshots.template_to_list(caller, template),
         started_after=query.rfc3339("startedAfter"),
         ascending=ascending,
         after=read_cursor(token, ascending=ascending) if token else None,
@@ -207,9 +217,9 @@ async def kill(request: Request, sandbox_id: FromPath[str]) -> Response[None]:
 async def set_timeout(request: Request, sandbox_id: FromPath[str]) -> Response[None]:
     """``POST /sandboxes/{id}/timeout``: may shorten; zero or less ends it at once."""
     body = await read_json(request, _timeout)
-    await services_of(request).lifecycle.set_timeout(
-        caller_of(request), segment(sandbox_id), body.timeout
-    )
+    name = segment(sandbox_id)
+    with paused_is_gone(name):
+        await services_of(request).lifecycle.set_timeout(caller_of(request), name, body.timeout)
     return no_content()
 
 
@@ -220,11 +230,14 @@ async def refresh(request: Request, sandbox_id: FromPath[str]) -> Response[None]
     duration_s = limits.E2B_REFRESH_S_DEFAULT if body.duration is None else body.duration
     if not 0 <= duration_s <= limits.E2B_REFRESH_S_MAX:
         raise InvalidRequest(f"duration: 0 to {limits.E2B_REFRESH_S_MAX}")
-    await services_of(request).lifecycle.connect(
-        caller_of(request),
-        segment(sandbox_id),
-        max(duration_s, limits.E2B_REFRESH_S_DEFAULT),
-    )
+    name = segment(sandbox_id)
+    with paused_is_gone(name):
+        await services_of(request).lifecycle.connect(
+            caller_of(request),
+            name,
+            max(duration_s, limits.E2B_REFRESH_S_DEFAULT),
+            resume=False,
+        )
     return no_content()
 
 
@@ -262,6 +275,34 @@ async def visible(request: Request, sandbox_id: FromPath[str]) -> SandboxRecord:
     if record.state not in convert.VISIBLE:
         raise _not_found(name)
     return record
+
+
+@contextlib.contextmanager
+def ending_is_gone(sandbox_id: str) -> Iterator[None]:
+    """One that is ending is not there any more for E2B's clients.
+
+    Raises:
+        SandboxNotFound: in place of the conflict.
+    """
+    try:
+        yield
+    except StateConflict as exc:
+        if exc.details.get("state") in (State.STOPPING, *TERMINAL):
+            raise _not_found(sandbox_id) from exc
+        raise
+
+
+@contextlib.contextmanager
+def paused_is_gone(sandbox_id: str) -> Iterator[None]:
+    """E2B's calls on a sandbox's time do not find one that is paused.
+
+    Raises:
+        SandboxNotFound: in place of the conflict.
+    """
+    try:
+        yield
+    except StateConflict as exc:
+        raise _not_found(sandbox_id) from exc
 
 
 def _not_found(sandbox_id: str) -> SandboxNotFound:

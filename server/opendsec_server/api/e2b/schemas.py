@@ -85,6 +85,30 @@ class Connect(Struct, kw_only=True, frozen=True, rename=e2b_name):
     memory: bool | None = None
 
 
+class ConnectV1(Struct, kw_only=True, frozen=True, rename=e2b_name):
+    timeout: int
+    memory: bool | None = None
+
+
+class Resume(Struct, kw_only=True, frozen=True, rename=e2b_name):
+    timeout: int | None = None
+    memory: bool | None = None
+
+
+class Pause(Struct, kw_only=True, frozen=True, rename=e2b_name):
+    memory: bool | None = None
+
+
+class Fork(Struct, kw_only=True, frozen=True, rename=e2b_name):
+    timeout: int | None = None
+    count: int | None = None
+
+
+class NewSnapshot(Struct, kw_only=True, frozen=True, rename=e2b_name):
+    name: str | None = None
+    memory: bool | None = None
+
+
 class SetTimeout(Struct, kw_only=True, frozen=True, rename=e2b_name):
     timeout: int
 
@@ -104,6 +128,24 @@ class Sandbox(Struct, kw_only=True, frozen=True, rename=e2b_name):
     envd_access_token: str
     traffic_access_token: str
     domain: str
+
+
+class Error(Struct, kw_only=True, frozen=True):
+    code: int
+    message: str
+    error_code: str
+
+
+class ForkResult(Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Either of both."""
+
+    sandbox: Sandbox | None = None
+    error: Error | None = None
+
+
+class SnapshotInfo(Struct, kw_only=True, frozen=True, rename=e2b_name):
+    snapshot_id: str
+    names: list[str]
 
 
 class ListedSandbox(Struct, kw_only=True, frozen=True, rename=e2b_name):
@@ -141,6 +183,7 @@ class SandboxDetail(ListedSandbox, kw_only=True, frozen=True, rename=e2b_name):
     domain: str
     network: NetworkShown
     lifecycle: Lifecycle
+    pause_mode: Literal["filesystem", "full"] | UnsetType = UNSET
 
 
 class Metric(Struct, kw_only=True, frozen=True, rename=e2b_name):

@@ -7,6 +7,8 @@ from litestar import Response, get
 from litestar.params import FromPath
 
 from opendsec_server.api.http import Request, answer, caller_of, segment, services_of
+from opendsec_server.contract.errors import TemplateNotFound
+from opendsec_server.control.templates import parse_reference
 
 from . import convert, schemas
 
@@ -22,9 +24,18 @@ async def list_templates(request: Request) -> Response[bytes]:
 
 @get("/templates/aliases/{alias:str}")
 async def get_alias(request: Request, alias: FromPath[str]) -> Response[bytes]:
-    """Whether a template of that name exists."""
-    template = await services_of(request).templates.resolve(caller_of(request), segment(alias))
-    return answer(schemas.TemplateAlias(template_id=template.template_id, public=template.public))
+    """Whether a template or snapshot of that name exists."""
+    services, caller, name = services_of(request), caller_of(request), segment(alias)
+    wanted = parse_reference(name)
+    template = await services.templates.find(caller, wanted)
+    if template is not None:
+        return answer(
+            schemas.TemplateAlias(template_id=template.template_id, public=template.public)
+        )
+    snapshot = await services.snapshots.find(caller, wanted)
+    if snapshot is None:
+        raise TemplateNotFound(f"there is no template `{name}`")
+    return answer(schemas.TemplateAlias(template_id=snapshot.snapshot_id, public=False))
 
 
 HANDLERS = [list_templates, get_alias]

@@ -35,9 +35,9 @@ FEATURES = {
     "metrics": True,
     "network_rules": True,
     "domain_rules": False,
-    "pause": False,
-    "fork": False,
-    "snapshots": False,
+    "pause": True,
+    "fork": True,
+    "snapshots": True,
     "template_builds": False,
     "volumes": False,
     "secrets": False,
@@ -70,13 +70,16 @@ async def list_templates(request: Request) -> Response[bytes]:
 )
 async def get_info(request: Request) -> Response[bytes]:
     services = services_of(request)
+    node = await services.node.info()
     return answer(
         schemas.Info(
             version=__version__,
-            node=await services.node.info(),
+            node=node,
             domain=services.config.domain,
             envd_version=ENVD_VERSION,
             features=FEATURES,
+            backends=list(node.backends),
+            default_backend=services.backends.default,
         )
     )
 

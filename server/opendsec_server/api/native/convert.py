@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from opendsec_server.api.http import rfc3339
 from opendsec_server.api.protocol import ENVD_VERSION
-from opendsec_server.contract.node import MetricSample, NetworkPolicy
+from opendsec_server.contract.errors import OpendsecError
+from opendsec_server.contract.node import MetricSample, NetworkPolicy, PauseReport
+from opendsec_server.contract.states import State
 from opendsec_server.control.params import CreateParams
+from opendsec_server.control.saving import Child
 from opendsec_server.control.services import Services
+from opendsec_server.control.snapshots import full_name
 from opendsec_server.store import records
 
 from . import schemas
@@ -28,6 +32,8 @@ def params_of(body: schemas.CreateSandbox) -> CreateParams:
         timeout_s=body.timeout_s,
         idle_timeout_s=body.idle_timeout_s,
         on_timeout=body.on_timeout,
+        pause_mode=body.pause_mode,
+        auto_resume=body.auto_resume,
         network=policy_of(body.network),
     )
 
@@ -68,13 +74,20 @@ def sandbox_of(
         task_id=record.task_id,
         created_at=rfc3339(record.created_at),
         started_at=None if record.started_at is None else rfc3339(record.started_at),
-        end_at=rfc3339(record.end_at),
+        end_at=None if record.state is State.PAUSED else rfc3339(record.end_at),
         ended_at=None if record.ended_at is None else rfc3339(record.ended_at),
         end_reason=record.end_reason,
         message=record.message,
         fault=record.fault,
+        timeout_s=record.timeout_s,
         idle_timeout_s=record.idle_timeout_s,
         on_timeout=record.on_timeout,
+        pause_mode=record.pause_mode,
+        auto_resume=record.auto_resume,
+        paused_mode=record.paused_mode,
+        accelerator=record.accelerator,
+        vmm=record.vmm,
+        snapshot_id=record.snapshot_id,
         network=_network_of(record.network),
         domain=services.config.domain,
         envd_version=ENVD_VERSION,
@@ -82,6 +95,57 @@ def sandbox_of(
         env=record.env if env else None,
         access_token=services.mint.access(record.sandbox_id) if tokens else None,
         traffic_token=services.mint.traffic(record.sandbox_id) if tokens else None,
+    )
+
+
+def paused_of(
+    services: Services, record: records.SandboxRecord, report: PauseReport
+) -> schemas.PausedSandbox:
+    """A sandbox that was just paused, as it is shown."""
+    shown = sandbox_of(services, record, tokens=True)
+    return schemas.PausedSandbox(
+        **{name: getattr(shown, name) for name in shown.__struct_fields__},
+        pause=schemas.PauseReport(
+            took_s=report.took_s,
+            memory_before_bytes=report.memory_before_bytes,
+            memory_freed_bytes=report.memory_freed_bytes,
+            stored_bytes=report.stored_bytes,
+        ),
+    )
+
+
+def fork_item_of(services: Services, child: Child, request_id: str | None) -> schemas.ForkItem:
+    """One child of a fork as it is shown."""
+    if child.record is not None:
+        return schemas.ForkItem(sandbox=sandbox_of(services, child.record, tokens=True))
+    assert child.error is not None
+    return schemas.ForkItem(error=_error_of(child.error, request_id))
+
+
+def _error_of(error: OpendsecError, request_id: str | None) -> schemas.Error:
+    return schemas.Error(**error.to_dict(), request_id=request_id)
+
+
+def snapshot_of(snapshot: records.Snapshot) -> schemas.Snapshot:
+    """A snapshot as it is shown."""
+    name = full_name(snapshot)
+    return schemas.Snapshot(
+        id=snapshot.snapshot_id,
+        project_id=snapshot.project_id,
+        name=name,
+        names=[] if name is None else [name],
+        source_id=snapshot.source_id,
+        backend=snapshot.backend,
+        mode=snapshot.mode,
+        template_id=snapshot.template_id,
+        template=snapshot.template,
+        cpu=snapshot.cpu,
+        memory_mb=snapshot.memory_mb,
+        disk_mb=snapshot.disk_mb,
+        created_at=rfc3339(snapshot.created_at),
+        disk_bytes=snapshot.disk_bytes,
+        memory_bytes=snapshot.memory_bytes,
+        versions=snapshot.versions,
     )
 
 

@@ -31,6 +31,7 @@ carries `X-Request-Id`.
 _TAGS = {
     "sandboxes": "Make, find, extend and end sandboxes.",
     "templates": "What sandboxes are made from.",
+    "snapshots": "Saved sandboxes, which others can start from.",
     "project": "The caller's project and its API keys.",
     "server": "The server itself.",
 }

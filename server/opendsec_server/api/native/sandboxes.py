@@ -32,8 +32,12 @@ from opendsec_server.contract.errors import (
     NotSupported,
     PayloadTooLarge,
     QuotaExceeded,
+    ResumeFailed,
     SandboxNotFound,
     SandboxStartFailed,
+    SnapshotDamaged,
+    SnapshotIncompatible,
+    SnapshotNotFound,
     StartTimeout,
     StateConflict,
     TemplateNotFound,
@@ -53,13 +57,21 @@ _create = msgspec.json.Decoder(schemas.CreateSandbox)
 _connect = msgspec.json.Decoder(schemas.Connect)
 _timeout = msgspec.json.Decoder(schemas.SetTimeout)
 _network = msgspec.json.Decoder(schemas.Network)
-_BODY = (InvalidRequest, PayloadTooLarge)
+BODY = (InvalidRequest, PayloadTooLarge)
+RESUMING = (
+    QuotaExceeded,
+    NodeFull,
+    SnapshotIncompatible,
+    SnapshotDamaged,
+    ResumeFailed,
+)
+"""Why a paused sandbox may stay paused."""
 
-_KEY = Parameter(
+KEY = Parameter(
     name="Idempotency-Key",
     place="header",
-    description="Same key and same parameters: the same sandbox, also for calls at the same time "
-    "and after a restart of the server. Kept for 24 hours, scoped to the project. A create that "
+    description="Same key and same parameters: the same result, also for calls at the same time "
+    "and after a restart of the server. Kept for 24 hours, scoped to the project. A request that "
     "failed frees its key for another attempt.",
     schema={"type": "string", "pattern": f"^{NATIVE_KEY_RE.pattern}$"},
     example="rollout-17",
@@ -80,10 +92,13 @@ _KEY = Parameter(
                 "Idempotent-Replay": "`true` when it is the result of an earlier call."
             },
             status=201,
-            parameters=(_KEY,),
+            parameters=(KEY,),
             errors=(
-                *_BODY,
+                *BODY,
                 TemplateNotFound,
+                SnapshotNotFound,
+                SnapshotDamaged,
+                SnapshotIncompatible,
                 IdempotencyMismatch,
                 IdempotencyInProgress,
                 IdempotencyOutcomeUnknown,
@@ -137,7 +152,7 @@ async def create_sandbox(request: Request) -> Response[bytes]:
                 ),
                 Parameter(
                     name="template",
-                    description="Name or id of the template.",
+                    description="Name or id of the template or snapshot that it was created from.",
                     schema={"type": "string"},
                 ),
                 Parameter(
@@ -170,7 +185,7 @@ async def list_sandboxes(request: Request) -> Response[bytes]:
         task_id=query.text("task_id"),
         labels=tuple(query.texts("label")),
         metadata=tuple(_metadata(pair) for pair in query.texts("metadata")),
-        template_id=await services.templates.id_to_list(caller, template),
+        template_id=await services.snapshots.template_to_list(caller, template),
         after=read_cursor(cursor, ascending=False) if cursor else None,
         limit=query.integer(
             "limit", limits.LIST_LIMIT_MAX, at_least=1, at_most=limits.LIST_LIMIT_MAX
@@ -233,21 +248,21 @@ async def delete_sandbox(request: Request, sandbox_id: FromPath[str]) -> Respons
             tag=TAG,
             summary="Connect to a sandbox",
             description="Makes sure that it runs for at least `timeout_s` more seconds; never "
-            "shortens its life.",
+            "shortens its life. Resumes it if it is paused.",
             request=schemas.Connect,
             request_required=False,
             response=schemas.Sandbox,
-            errors=(*_BODY, SandboxNotFound, StateConflict, NodeUnavailable),
+            errors=(*BODY, SandboxNotFound, StateConflict, *RESUMING, NodeUnavailable),
         )
     ),
 )
 async def connect_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     body = await read_json(request, _connect, empty=b"{}")
     services = services_of(request)
-    record = await services.lifecycle.connect(
+    connected = await services.lifecycle.connect(
         caller_of(request), segment(sandbox_id), body.timeout_s
     )
-    return answer(sandbox_of(services, record, tokens=True))
+    return answer(sandbox_of(services, connected.record, tokens=True))
 
 
 @post(
@@ -256,9 +271,10 @@ async def connect_sandbox(request: Request, sandbox_id: FromPath[str]) -> Respon
         Operation(
             tag=TAG,
             summary="Set when a sandbox ends",
+            description="A paused one has no end: resume it, which sets one.",
             request=schemas.SetTimeout,
             response=schemas.Sandbox,
-            errors=(*_BODY, SandboxNotFound, NodeUnavailable),
+            errors=(*BODY, SandboxNotFound, StateConflict, NodeUnavailable),
         )
     ),
 )
@@ -280,7 +296,7 @@ async def set_timeout(request: Request, sandbox_id: FromPath[str]) -> Response[b
             description="Fields left out take their defaults. Applies at once.",
             request=schemas.Network,
             response=schemas.Sandbox,
-            errors=(*_BODY, SandboxNotFound, NotSupported, NodeUnavailable),
+            errors=(*BODY, SandboxNotFound, StateConflict, NotSupported, NodeUnavailable),
         )
     ),
 )
@@ -344,40 +360,6 @@ async def get_transitions(request: Request, sandbox_id: FromPath[str]) -> Respon
     return answer(schemas.Transitions(transitions=[transition_of(t) for t in transitions]))
 
 
-def _later(action: str) -> Operation:
-    return Operation(
-        tag=TAG,
-        summary=f"{action} (not supported yet)",
-        status=None,
-        errors=(SandboxNotFound, NotSupported),
-    )
-
-
-async def _refuse(request: Request, sandbox_id: str, action: str) -> Response[bytes]:
-    await services_of(request).lifecycle.get_live(caller_of(request), segment(sandbox_id))
-    raise NotSupported(f"{action} is not supported yet")
-
-
-@post("/sandboxes/{sandbox_id:str}/pause", opt=documented(_later("Pause a sandbox")))
-async def pause_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
-    return await _refuse(request, sandbox_id, "pausing a sandbox")
-
-
-@post("/sandboxes/{sandbox_id:str}/resume", opt=documented(_later("Resume a sandbox")))
-async def resume_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
-    return await _refuse(request, sandbox_id, "resuming a sandbox")
-
-
-@post("/sandboxes/{sandbox_id:str}/fork", opt=documented(_later("Fork a sandbox")))
-async def fork_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
-    return await _refuse(request, sandbox_id, "forking a sandbox")
-
-
-@post("/sandboxes/{sandbox_id:str}/snapshots", opt=documented(_later("Snapshot a sandbox")))
-async def snapshot_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
-    return await _refuse(request, sandbox_id, "taking a snapshot")
-
-
 HANDLERS = [
     create_sandbox,
     list_sandboxes,
@@ -388,10 +370,6 @@ HANDLERS = [
     set_network,
     get_metrics,
     get_transitions,
-    pause_sandbox,
-    resume_sandbox,
-    fork_sandbox,
-    snapshot_sandbox,
 ]
 
 

@@ -9,7 +9,14 @@ from msgspec import Meta, Struct
 
 from opendsec_server.contract import limits
 from opendsec_server.contract.errors import Fault
-from opendsec_server.contract.node import Backend, NodeInfo, OnTimeout
+from opendsec_server.contract.node import (
+    Accelerator,
+    Backend,
+    BackendInfo,
+    NodeInfo,
+    OnTimeout,
+    StateMode,
+)
 from opendsec_server.contract.states import EndReason, State
 
 Name = Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARS_MAX)]
@@ -50,6 +57,25 @@ DiskMb = Annotated[
     ),
 ]
 StringMap = dict[str, str]
+Metadata = Annotated[
+    StringMap,
+    Meta(
+        max_length=limits.METADATA_KEYS_MAX,
+        description="The caller's own notes; lists can be filtered by them.",
+        examples=[{"run": "42"}],
+    ),
+]
+Labels = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=limits.METADATA_KEY_CHARS_MAX)]],
+    Meta(max_length=limits.LABELS_MAX, examples=[["nightly"]]),
+]
+Saved = Annotated[
+    StateMode,
+    Meta(
+        description="`full`: disk and memory, processes go on. `filesystem`: the disk only. What a "
+        "backend can save is in its capabilities (`GET /v1/info`)."
+    ),
+]
 Rules = Annotated[
     list[Annotated[str, Meta(max_length=64)]],
     Meta(max_length=limits.NETWORK_RULES_MAX, examples=[["203.0.113.0/24"]]),
@@ -90,7 +116,14 @@ class Network(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 class CreateSandbox(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A sandbox to make. Every field has a default."""
 
-    template: Annotated[Name, Meta(description="Name or id.", examples=["base"])] = "base"
+    template: Annotated[
+        Name,
+        Meta(
+            description="Name or id of a template or snapshot. A snapshot fixes backend and disk "
+            "size, and with memory in it cpu and memory too.",
+            examples=["base"],
+        ),
+    ] = "base"
     cpu: Cpu | None = None
     memory_mb: MemoryMb | None = None
     disk_mb: DiskMb | None = None
@@ -103,18 +136,8 @@ class CreateSandbox(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
             examples=[{"LANG": "C.UTF-8"}],
         ),
     ] = {}
-    metadata: Annotated[
-        StringMap,
-        Meta(
-            max_length=limits.METADATA_KEYS_MAX,
-            description="The caller's own notes; lists can be filtered by them.",
-            examples=[{"run": "42"}],
-        ),
-    ] = {}
-    labels: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=limits.METADATA_KEY_CHARS_MAX)]],
-        Meta(max_length=limits.LABELS_MAX, examples=[["nightly"]]),
-    ] = []
+    metadata: Metadata = {}
+    labels: Labels = []
     task_id: Annotated[
         Annotated[str, Meta(min_length=1, max_length=limits.TASK_ID_CHARS_MAX)] | None,
         Meta(description="The caller's job.", examples=["train-7"]),
@@ -124,8 +147,31 @@ class CreateSandbox(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         Annotated[int, Meta(ge=limits.IDLE_TIMEOUT_S_MIN, le=limits.TIMEOUT_S_MAX)] | None,
         Meta(description="Seconds without a request after which the sandbox ends."),
     ] = None
-    on_timeout: Annotated[OnTimeout, Meta(description="`pause` is not supported yet.")] = "kill"
-    backend: Backend = "container"
+    on_timeout: Annotated[OnTimeout, Meta(description="What happens at the end of its time.")] = (
+        "kill"
+    )
+    pause_mode: Annotated[
+        StateMode,
+        Meta(
+            description="What a pause by time-out keeps. `filesystem` cannot be combined with "
+            "`auto_resume`."
+        ),
+    ] = "full"
+    auto_resume: Annotated[
+        bool,
+        Meta(
+            description="Requests to its ports, files and processes resume it while it is paused, "
+            f"for `timeout_s` and at least {limits.AUTO_RESUME_TIMEOUT_S_MIN} s. The request's "
+            "token is checked first."
+        ),
+    ] = False
+    backend: Annotated[
+        Backend | None,
+        Meta(
+            description="Default: the snapshot's, else the server's (`default_backend` of "
+            "`GET /v1/info`)."
+        ),
+    ] = None
     network: Network = Network()
 
 
@@ -139,6 +185,55 @@ class Connect(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How long the sandbox must live at least."""
 
     timeout_s: TimeoutS = limits.TIMEOUT_S_DEFAULT
+
+
+class Pause(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a pause keeps."""
+
+    mode: Annotated[
+        StateMode,
+        Meta(
+            description="`full`: everything; its processes go on when it is resumed. "
+            "`filesystem`: the disk; it boots again when it is resumed."
+        ),
+    ] = "full"
+
+
+class Resume(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How a paused sandbox runs on."""
+
+    timeout_s: Annotated[
+        TimeoutS | None, Meta(description="Default: what it was created with.")
+    ] = None
+    reboot: Annotated[bool, Meta(description="Forget the kept memory and start from the disk.")] = (
+        False
+    )
+
+
+class Fork(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Sandboxes to make from a sandbox as it is now."""
+
+    count: Annotated[int, Meta(ge=1, le=limits.FORK_COUNT_MAX, examples=[2])] = 1
+    timeout_s: Annotated[
+        TimeoutS | None, Meta(description="Default: what the source was created with.")
+    ] = None
+    mode: Saved = "full"
+    metadata: Annotated[Metadata | None, Meta(description="Default: the source's.")] = None
+    labels: Annotated[Labels | None, Meta(description="Default: the source's.")] = None
+
+
+class CreateSnapshot(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A snapshot to take."""
+
+    name: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=limits.SNAPSHOT_NAME_CHARS_MAX)] | None,
+        Meta(
+            description="`name` or `name:tag`; the tag is `default` otherwise. An older snapshot "
+            "of that name loses it, and keeps its id.",
+            examples=["trained:v2"],
+        ),
+    ] = None
+    mode: Saved = "full"
 
 
 class CreateKey(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -164,7 +259,10 @@ class Sandbox(Struct, kw_only=True, frozen=True, omit_defaults=True):
     task_id: str | None
     created_at: Time
     started_at: Time | None
-    end_at: Annotated[Time, Meta(description="When its life ends unless extended.")]
+    end_at: Annotated[
+        Time | None,
+        Meta(description="When its life ends unless extended. Null while it is paused."),
+    ]
     ended_at: Time | None
     end_reason: EndReason | None
     message: Annotated[str | None, Meta(description="One sentence of evidence for the end.")]
@@ -172,8 +270,21 @@ class Sandbox(Struct, kw_only=True, frozen=True, omit_defaults=True):
         Fault | None,
         Meta(description="Whose fault the end is; null when it was asked for."),
     ]
+    timeout_s: Annotated[float, Meta(description="What it was created with.")]
     idle_timeout_s: int | None
     on_timeout: OnTimeout
+    pause_mode: Annotated[StateMode, Meta(description="What a pause by time-out keeps.")]
+    auto_resume: bool
+    paused_mode: Annotated[StateMode | None, Meta(description="While it is paused: what was kept.")]
+    accelerator: Annotated[
+        Accelerator,
+        Meta(
+            description="How a virtual machine's instructions run: `kvm` on the processor, `tcg` "
+            "emulated and slow."
+        ),
+    ]
+    vmm: Annotated[str | None, Meta(description="The program behind a virtual machine.")]
+    snapshot_id: Annotated[str | None, Meta(description="Started from this snapshot.")]
     network: Network
     domain: Annotated[
         str, Meta(description="User port P is served at `<P>-<sandbox_id>.<domain>`.")
@@ -189,6 +300,68 @@ class Sandbox(Struct, kw_only=True, frozen=True, omit_defaults=True):
         str | None,
         Meta(description="Opens user ports that are not public. Not in lists."),
     ] = None
+
+
+class PauseReport(Struct, kw_only=True, frozen=True):
+    """What a pause did."""
+
+    took_s: float
+    memory_before_bytes: int
+    memory_freed_bytes: int
+    stored_bytes: Annotated[int, Meta(description="Written to disk for it.")]
+
+
+class PausedSandbox(Sandbox, kw_only=True, frozen=True, omit_defaults=True):
+    """A sandbox that was just paused."""
+
+    pause: PauseReport
+
+
+class ForkItem(Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Either the sandbox, or why it was not made."""
+
+    sandbox: Sandbox | None = None
+    error: Error | None = None
+
+
+class Forked(Struct, kw_only=True, frozen=True):
+    """One item per sandbox asked for."""
+
+    items: list[ForkItem]
+
+
+class Snapshot(Struct, kw_only=True, frozen=True):
+    """A saved disk, or disk and memory, that sandboxes can start from."""
+
+    id: Annotated[str, Meta(pattern="^s[a-z0-9]{19}$", examples=["s0123456789abcdefghi"])]
+    project_id: str
+    name: Annotated[str | None, Meta(description="`name:tag`.", examples=["trained:v2"])]
+    names: Annotated[list[str], Meta(description="All that it can be named by, beside its id.")]
+    source_id: Annotated[
+        str, Meta(description="The sandbox it was taken of; it need not exist any more.")
+    ]
+    backend: Backend
+    mode: StateMode
+    template_id: Annotated[str, Meta(description="Of the source.")]
+    template: str
+    cpu: float
+    memory_mb: int
+    disk_mb: int
+    created_at: Time
+    disk_bytes: Annotated[int, Meta(description="That only this snapshot's disk holds.")]
+    memory_bytes: Annotated[int, Meta(description="Of its memory, on disk.")]
+    versions: Annotated[
+        StringMap, Meta(description="What its memory needs to be restored. Empty without memory.")
+    ]
+
+
+class SnapshotList(Struct, kw_only=True, frozen=True):
+    """One page of snapshots, newest first."""
+
+    snapshots: list[Snapshot]
+    next_cursor: Annotated[
+        str | None, Meta(description="Send as `cursor` for the next page; null at the end.")
+    ]
 
 
 class SandboxList(Struct, kw_only=True, frozen=True):
@@ -264,6 +437,8 @@ class Info(Struct, kw_only=True, frozen=True):
     domain: str
     envd_version: str
     features: Annotated[dict[str, bool], Meta(description="What this server offers.")]
+    backends: Annotated[list[BackendInfo], Meta(description="What sandboxes can run on.")]
+    default_backend: Annotated[Backend, Meta(description="What a create gets that names none.")]
 
 
 class Project(Struct, kw_only=True, frozen=True):
@@ -271,7 +446,13 @@ class Project(Struct, kw_only=True, frozen=True):
 
     project_id: str
     name: str
-    sandboxes_max: Annotated[int, Meta(description="Sandboxes that may be alive at once.")]
+    sandboxes_max: Annotated[
+        int,
+        Meta(
+            description="Sandboxes that may be alive at once. Paused ones do not count; "
+            "resuming one takes a place again."
+        ),
+    ]
     created_at: Time
 
 
