@@ -83,11 +83,11 @@ make_venv() { # make_venv FOLDER LOCKFILE: a virtual environment with exactly th
     --require-hashes -r "$lock"
 }
 
-build_rust_wheels() { # build_rust_wheels VENV OUT: wheels of the guest agent and the edge
+build_rust_wheels() { # build_rust_wheels VENV OUT: wheels of our Rust programs
   local maturin out crate
   maturin=$(realpath "$1")/bin/maturin
   out=$(realpath -m "$2")
-  for crate in agent edge; do
+  for crate in agent edge ram; do
     step "building opendsec-$crate (Rust, a few minutes the first time)"
     # From its own folder: only there cargo finds the settings that make it static.
     (cd "dataplane/$crate" && "$maturin" build --quiet --locked --out "$out")

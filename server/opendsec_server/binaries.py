@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Finds our own Rust programs: the guest agent and the edge."""
+"""Finds our own Rust programs: the guest agent, the edge, the keeper of VM memory."""
 
 from __future__ import annotations
 
@@ -51,3 +51,8 @@ def find_agent(config: Config) -> Path:
 def find_edge(config: Config) -> Path:
     """The edge. Raises as ``find_binary``."""
     return find_binary("opendsec-edge", config.edge_path, "OPENDSEC_EDGE")
+
+
+def find_ram() -> Path:
+    """The program that saves and maps the memory of VMs. Raises as ``find_binary``."""
+    return find_binary("opendsec-ram", None, "OPENDSEC_RAM")

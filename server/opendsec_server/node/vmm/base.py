@@ -203,7 +203,7 @@ class Vmm(Protocol):
         """
 
     async def save(self, run_dir: Path, pid: int, memory: Path, base: Path | None) -> SavedMemory:
-        """Write RAM and devices of a frozen VM to ``memory``. Afterwards it can be thawed or killed.
+        """Write RAM and devices of a frozen VM to ``memory``. Afterwards it can go on or be killed.
 
         What is written is in the host's page cache, not yet durable, and has no manifest: follow
         with ``seal``, which may be after ``thaw`` or after the end of the process.
