@@ -112,7 +112,8 @@ def _prepare(lab: Path, command: list[str], options: Options) -> None:
     programs = lab / "bin"
     programs.mkdir()
     (lab / "out").mkdir()
-    environment = dict(options.environment)
+    # A guest in an emulated host is slow, but it is not the kind of slow that means a hang.
+    environment = {"OPENDSEC_KVM_PROBE_TIMEOUT_S": "180", **options.environment}
     for name in OUR_PROGRAMS:
         found = _our_program(name)
         if found is None:

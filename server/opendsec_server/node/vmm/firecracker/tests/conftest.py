@@ -23,7 +23,7 @@ from .vms import Machine, sh
 REPOSITORY = Path(__file__).parents[6]
 POOL_MB = 4_096
 FIRST_BUILD_TIMEOUT_S = 900
-LAYER_PROGRAMS = ("sh", "cat", "sleep", "echo", "mkdir", "ip", "dd", "md5sum", "sync", "dmesg")
+LAYER_PROGRAMS = ("sh", "cat", "sleep", "echo", "mkdir", "ip", "dd", "md5sum", "sync", "mv")
 
 MakeMachine = Callable[[], Machine]
 

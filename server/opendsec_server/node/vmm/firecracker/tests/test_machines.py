@@ -24,7 +24,7 @@ from opendsec_server.node.vmm.firecracker import FirecrackerVmm
 from .conftest import MakeMachine
 from .vms import CALL_TIMEOUT_S, Machine
 
-COUNTER = "i=0; while :; do i=$((i+1)); echo $i >/tmp/count; sleep 0.1; done"
+COUNTER = "i=0; while :; do i=$((i+1)); echo $i >/tmp/new; mv /tmp/new /tmp/count; sleep 0.1; done"
 PAUSES = 20
 
 
@@ -35,7 +35,7 @@ def report(what: str, started: float, **more: object) -> None:
 
 
 async def start_counter(machine: Machine) -> None:
-    await machine.sh(f"({COUNTER}) >/dev/null 2>&1 </dev/null &")
+    await machine.sh(f"echo 0 >/tmp/count; ({COUNTER}) >/dev/null 2>&1 </dev/null &")
 
 
 async def count(machine: Machine) -> int:
