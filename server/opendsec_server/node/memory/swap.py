@@ -13,14 +13,14 @@ import errno
 import fcntl
 import os
 import struct
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.node import limits
 from opendsec_server.node.process import Finished, ProgramTimeout, finish_in_thread, run
-
-FILE_NAME = "pause.swap"
 
 _SWAPS = Path("/proc/swaps")
 _BLOCK = Path("/sys/block")
@@ -29,6 +29,8 @@ _ZRAM_FIRST = "zram0"
 _LABEL_AT = 1024 + 3 * 4 + 16
 _LABEL_BYTES = 16
 _DEVICES_TRIED_MAX = 64
+_BUSY_TRIES = 50
+_BUSY_PAUSE_S = 0.02
 
 _FS_IOC_GETFLAGS = 0x80086601
 _FS_IOC_SETFLAGS = 0x40086602
@@ -64,8 +66,8 @@ class PauseSwap:
     def __init__(self, config: Config) -> None:
         self._kind = config.pause_swap if config.pause_swap_mb > 0 else "none"
         self._bytes = config.pause_swap_mb * 1024 * 1024
-        self._file = config.state_path / FILE_NAME
         self._label = f"opendsec-{config.instance}"
+        self._file = config.state_path / f"{self._label}.swap"
 
     # --- life ---------------------------------------------------------------
 
@@ -109,6 +111,11 @@ class PauseSwap:
         """How full it is; None when there is none. Cheap."""
         return self._active()
 
+    def features(self) -> dict[str, Any]:
+        """For people and doctor; sizes in bytes."""
+        use = self._active()
+        return {"kind": self._kind, **(asdict(use) if use is not None else {})}
+
     def _is_wanted(self, active: SwapUse) -> bool:
         kind = "file" if active.device == str(self._file) else "zram"
         # The first page is the header.
@@ -117,15 +124,18 @@ class PauseSwap:
     # --- what is there ------------------------------------------------------
 
     def _active(self) -> SwapUse | None:
+        """The kernel names swap by the path that whoever added it saw. Each daemon has a mount
+        namespace of its own, so another one reads ``/zram0`` for ``/dev/zram0``; only the end of
+        a path can be relied on."""
         for line in _SWAPS.read_text().splitlines()[1:]:
-            device, _kind, size_kib, used_kib, _priority = line.rsplit(maxsplit=4)
+            seen, _kind, size_kib, used_kib, _priority = line.rsplit(maxsplit=4)
             used = int(used_kib) * 1024
-            if device == str(self._file):
-                return SwapUse(device, int(size_kib) * 1024, used, used)
-            path = Path(device)
-            if path.name.startswith("zram") and self._is_ours(path):
-                stat = (_BLOCK / path.name / "mm_stat").read_text().split()
-                return SwapUse(device, int(size_kib) * 1024, used, int(stat[2]))
+            if seen.endswith(f"/{self._file.name}"):
+                return SwapUse(str(self._file), int(size_kib) * 1024, used, used)
+            device = Path("/dev", seen.rpartition("/")[2])
+            if device.name.startswith("zram") and self._is_ours(device):
+                stat = (_BLOCK / device.name / "mm_stat").read_text().split()
+                return SwapUse(str(device), int(size_kib) * 1024, used, int(stat[2]))
         return None
 
     def _is_ours(self, device: Path) -> bool:
@@ -218,10 +228,19 @@ def _disk_bytes(name: str) -> int:
 
 
 def _give_back(name: str) -> None:
-    """Empty a zram device and remove it. The first one is the kernel module's own, and stays."""
-    (_BLOCK / name / "reset").write_text("1")
-    if name != _ZRAM_FIRST:
-        (_ZRAM_CONTROL / "hot_remove").write_text(name.removeprefix("zram"))
+    """Empty a zram device and remove it. The first one is the kernel module's own, and stays.
+    Blocks; whoever looks into the device just then (udev, ``blkid``) is waited for."""
+    for attempt in range(_BUSY_TRIES):
+        try:
+            (_BLOCK / name / "reset").write_text("1")
+            if name != _ZRAM_FIRST:
+                (_ZRAM_CONTROL / "hot_remove").write_text(name.removeprefix("zram"))
+        except OSError as exc:
+            if exc.errno != errno.EBUSY or attempt == _BUSY_TRIES - 1:
+                raise ConfigError(f"pause_swap: cannot remove /dev/{name}: {exc}") from exc
+            time.sleep(_BUSY_PAUSE_S)
+        else:
+            return
 
 
 def _is_btrfs(fd: int) -> bool:

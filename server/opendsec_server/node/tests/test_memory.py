@@ -26,6 +26,7 @@ from opendsec_server.node.cgroups import CgroupSet, detect
 from opendsec_server.node.cgroups.v1 import CgroupV1
 from opendsec_server.node.cgroups.v2 import CgroupV2
 from opendsec_server.node.memory.swap import PauseSwap
+from opendsec_server.node.tests.conftest import MakeNode
 from tests.leaks import Snapshot
 
 MB = 1024 * 1024
@@ -225,8 +226,9 @@ def swap_of(config: Config, kind: str, mb: int) -> PauseSwap:
 
 
 def priorities() -> dict[str, int]:
+    """By name; a path is only what the process saw that added it."""
     lines = Path("/proc/swaps").read_text().splitlines()[1:]
-    return {line.split()[0]: int(line.split()[-1]) for line in lines}
+    return {Path(line.split()[0]).name: int(line.split()[-1]) for line in lines}
 
 
 @pytest.mark.parametrize("kind", ["zram", "file"])
@@ -239,7 +241,7 @@ async def test_swap_comes_and_goes(config: Config, kind: str) -> None:
         use = swap.use()
         assert use is not None
         assert use.size == 64 * MB - os.sysconf("SC_PAGE_SIZE")
-        assert all(priorities()[use.device] < priority for priority in others.values())
+        assert all(priorities()[Path(use.device).name] < priority for priority in others.values())
         # After a restart it is found again, and left alone.
         again = swap_of(config, kind, 64)
         await again.set_up()
@@ -356,3 +358,47 @@ def _digest_s() -> float:
     started = time.monotonic()
     hashlib.sha256(memory)
     return time.monotonic() - started
+
+
+HOLD = """
+import hashlib, os, pathlib, time
+memory = bytearray(os.urandom(64 << 20)) + bytearray(64 << 20)
+digest = lambda: hashlib.sha256(memory).hexdigest()
+pathlib.Path("/tmp/before").write_text(digest())
+while not os.path.exists("/tmp/go"):
+    time.sleep(0.01)
+pathlib.Path("/tmp/after.new").write_text(digest())
+os.rename("/tmp/after.new", "/tmp/after")
+"""
+
+
+@pytest.mark.node
+async def test_paused_sandbox_lies_in_swap(make_node: MakeNode) -> None:
+    """Through a real node, which dies meanwhile and finds its swap again."""
+    if not Path("/sys/class/zram-control").is_dir():
+        pytest.skip("this kernel has no zram")
+    node = make_node(pause_swap="zram", pause_swap_mb=512)
+    await node.start()
+    assert node.config_error is None
+    spec = await node.create(memory_mb=512)
+    await node.exec(spec, f"setsid python3 -c '{HOLD}' >/dev/null 2>&1 </dev/null &")
+    code, _ = await node.exec(
+        spec, "for i in $(seq 1000); do [ -s /tmp/before ] && exit; sleep 0.02; done; exit 1"
+    )
+    assert code == 0
+    report = await node.call("pause", spec.sandbox_id)
+    print({k: v for k, v in report.items() if k != "status"})
+    assert report["memory_before_bytes"] >= 128 * MB
+    assert report["memory_freed_bytes"] >= 0.8 * report["memory_before_bytes"]
+    swaps = priorities()
+    await node.kill9()
+    await node.start()
+    assert node.config_error is None
+    assert priorities() == swaps
+    await node.call("resume", spec.sandbox_id, end_at=time.time() + 60)
+    _code, output = await node.exec(
+        spec,
+        "touch /tmp/go; for i in $(seq 1000); do [ -s /tmp/after ] && break; sleep 0.02; done; "
+        "cmp /tmp/before /tmp/after && echo same",
+    )
+    assert output.strip() == "same"
