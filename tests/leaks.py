@@ -95,12 +95,12 @@ _SWAP_LABEL_AT = 1052
 """Of a swap header: 1,024 bytes of boot block, three numbers, an id of 16 bytes."""
 
 
-def _swaps(instance: str | None, roots: tuple[Path, ...]) -> set[str]:
-    """Active swap: zram with our label, files below the roots; and labelled zram at rest."""
+def _swaps(instance: str | None) -> set[str]:
+    """Swap files by name, and zram devices by label, active or not."""
     found = set()
     for line in _text(Path("/proc/swaps")).splitlines()[1:]:
         file = line.split()[0]
-        if not Path(file).name.startswith("zram") and any(file.startswith(str(r)) for r in roots):
+        if re.search(rf"/opendsec-{instance or '[a-z0-9]+'}\.swap$", file):
             found.add(f"swap file {file}")
     for device in Path("/dev").glob("zram*"):
         with contextlib.suppress(OSError), device.open("rb") as raw:
@@ -151,7 +151,7 @@ class Snapshot:
             | _control_groups(instance)
             | _loops(roots)
             | _files(roots)
-            | _swaps(instance, roots)
+            | _swaps(instance)
         )
         if instance is None:
             seen |= _namespaces()
