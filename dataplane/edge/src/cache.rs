@@ -339,7 +339,8 @@ impl RouteCache {
         // Not for a visitor: looking after old streams must not resume a paused sandbox.
         let answer = self.ask(id, None).await;
         drop(permit);
-        if answer.err() == Some(LookupError::NotFound) {
+        // Denied: it is paused, and visitors with a token may wake it.
+        if matches!(answer, Err(LookupError::NotFound | LookupError::Denied)) {
             // From now on a route to it gets a new link: it may be resumed before the grace is over.
             link.retire();
             tokio::time::sleep(GONE_GRACE).await;

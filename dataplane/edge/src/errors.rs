@@ -101,6 +101,8 @@ fn wants_html(method: &Method, headers: &HeaderMap) -> bool {
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct SandboxBody<'a> {
+    // Not known of a signed URL whose sandbox could not be resumed.
+    #[serde(skip_serializing_if = "str::is_empty")]
     sandbox_id: &'a str,
     message: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -180,8 +180,8 @@ async fn dispatch(edge: &Edge, client: &Client, job: Job) -> Result<Response<Edg
                 .by_signature(&file)
                 .await
                 .map_err(|error| match error {
-                    LookupError::Unavailable(message) => EdgeError::ControlUnavailable { message },
-                    _ => EdgeError::InvalidSignature,
+                    LookupError::NotFound | LookupError::Denied => EdgeError::InvalidSignature,
+                    error => lookup_error(error, "", AGENT_PORT, &job.parts),
                 })?;
             job.context.set_sandbox(&entry.route.sandbox_id);
             let visitor = Visitor::of(&job.parts.headers, AGENT_PORT);

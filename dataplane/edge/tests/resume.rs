@@ -170,6 +170,21 @@ async fn what_the_control_plane_says_reaches_the_client() {
     assert_eq!((broken.status, broken.header("retry-after")), (500, None));
     assert_eq!(broken.json()["error_code"], "snapshot_damaged");
     until("a log line", || world.log().contains("snapshot_damaged")).await;
+    // A signed URL tells no id, so the answer has none.
+    let known = ("signature=v1%5Fgood".to_owned(), ID.to_owned());
+    world
+        .control
+        .state
+        .signatures
+        .lock()
+        .expect("lock")
+        .extend([known]);
+    let signed = world
+        .ask("GET /files?path=a&signature=v1_good HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        .await;
+    assert_eq!(signed.status, 500, "{signed:?}");
+    assert!(signed.json().get("sandboxId").is_none());
+    assert_eq!(signed.json()["error_code"], "snapshot_damaged");
 }
 
 #[tokio::test]
@@ -283,7 +298,7 @@ async fn an_upgraded_connection_that_is_cut_does_not_look_complete() {
     .await;
     wire.head().await;
     wire.until(b"half").await;
-    world.control.pause(ID, Paused::Wants("t"));
+    world.control.pause(ID, Paused::Sleeps);
     world
         .control
         .notify(json!({"event": "invalidate", "sandbox_id": ID}));

@@ -266,7 +266,7 @@ class SandboxPaused(StateConflict):
 
     Attributes:
         pid: The process whose stream ended, if its id was known. It goes on after a resume if the
-            pause kept the memory (``details["pause_mode"]`` is ``full``): attach to it again.
+            pause kept the memory (``details["paused_mode"]`` is ``full``): attach to it again.
         stdout: What the command had written until then, up to the output limit.
         stderr: The same for its error output.
     """

@@ -50,7 +50,10 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
         end_reason: Why it ended (killed, timeout, idle, exited, oom, kernel_panic, vmm_failed,
             start_failed, lost).
         on_timeout: What happens then: ``kill`` or ``pause``.
-        pause_mode: What a pause keeps, or kept: ``full`` or ``filesystem``.
+        timeout_s: What it was created with.
+        pause_mode: What a pause by time-out keeps: ``full`` or ``filesystem``.
+        paused_mode: While it is paused: what was kept.
+        snapshot_id: The snapshot it was created from, if any.
         auto_resume: Whether a request to it resumes it while it is paused.
         fault: Whose fault an unasked end was: user, platform or capacity.
         env: None in lists.
@@ -81,8 +84,11 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
     fault: str | None = None
     idle_timeout_s: float | None = None
     on_timeout: str = "kill"
+    timeout_s: float | None = None
     pause_mode: str | None = None
+    paused_mode: str | None = None
     auto_resume: bool = False
+    snapshot_id: str | None = None
     accelerator: str = "none"
     vmm: str | None = None
     network: NetworkPolicy | None = None
@@ -134,6 +140,7 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True, rename={"snapshot_id":
         template: What its source was made from.
         disk_bytes: What only this snapshot's disk holds.
         memory_bytes: What its memory takes on disk.
+        versions: What its memory needs to be restored: VMM, CPU model, kernel, agent.
     """
 
     snapshot_id: str
@@ -142,6 +149,7 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True, rename={"snapshot_id":
     source_id: str = ""
     backend: str = ""
     mode: str = ""
+    template_id: str = ""
     template: str = ""
     cpu: float = 0.0
     memory_mb: int = 0
@@ -149,6 +157,7 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True, rename={"snapshot_id":
     created_at: datetime | None = None
     disk_bytes: int = 0
     memory_bytes: int = 0
+    versions: dict[str, str] = {}
     project_id: str = ""
 
 

@@ -52,6 +52,8 @@ pub fn channel_body() -> (mpsc::Sender<Bytes>, Body) {
 pub enum Paused {
     /// Resumed, once the gate is open, for this access token (agent) or traffic token (ports).
     Wants(&'static str),
+    /// Not resumed by anyone here.
+    Sleeps,
     /// Answered so every time.
     Answers(u16, Value),
 }
@@ -263,7 +265,7 @@ async fn control_answer(
         let conflict = json!({"code": "sandbox_state_conflict", "message": "it is paused", "details": {"state": "paused"}});
         let refused = match &paused {
             Some(Paused::Answers(status, error)) => Some(refusal(*status, error)),
-            Some(Paused::Wants(_)) if question.port.is_none() => Some(refusal(409, &conflict)),
+            Some(Paused::Sleeps) => Some(refusal(409, &conflict)),
             Some(Paused::Wants(token)) if question.token() != Some(token) => Some(refusal(
                 401,
                 &json!({"code": "unauthenticated", "message": "no"}),
@@ -298,6 +300,12 @@ async fn control_answer(
     } else {
         path.strip_prefix("/routes/").map(str::to_owned)
     };
+    if let Some(Paused::Answers(status, error)) = id
+        .as_ref()
+        .and_then(|id| state.paused.lock().expect("lock").get(id).cloned())
+    {
+        return Ok(refusal(status, &error));
+    }
     let route = id.and_then(|id| state.routes.lock().expect("lock").get(&id).cloned());
     Ok(match route {
         Some(route) => Response::new(full(route.to_string())),

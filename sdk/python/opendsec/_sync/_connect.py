@@ -381,7 +381,7 @@ def paused(record: SandboxInfo, pid: int | None = None) -> SandboxPaused:
     """The error for a sandbox that is paused."""
     return SandboxPaused(
         f"Sandbox {record.sandbox_id} is {record.state}.",
-        details={"state": record.state, "pause_mode": record.pause_mode},
+        details={"state": record.state, "paused_mode": record.paused_mode},
         pid=pid,
     )
 

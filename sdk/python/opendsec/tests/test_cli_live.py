@@ -202,7 +202,7 @@ def test_codes(ready: FakeServer, agent: Agent) -> None:
     late = cli(ready, "run", "--timeout", "1", "--", "sleep", "60", OPENDSEC_SANDBOX_URL=agent.url)
     assert late.returncode == 124
     missing = cli(ready, "run", "--", "/nonexistent", OPENDSEC_SANDBOX_URL=agent.url)
-    assert missing.returncode == 125
+    assert missing.returncode == 127
     assert b"/nonexistent" in missing.stderr
 
 

@@ -17,8 +17,8 @@ from opendsec.cli._parser import build_parser
 
 from .fake_server import SANDBOX_ID, Answer, FakeServer, end, error, sandbox
 from .test_cli import START, cli
-from .test_state import FIGURES, GONE, ONE, PAUSED, snapshot
-from .test_streams import exited, output, started, stream
+from .test_state import FIGURES, ONE, PAUSED, snapshot
+from .test_streams import GONE, exited, output, started, stream
 
 
 @pytest.fixture

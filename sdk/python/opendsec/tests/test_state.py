@@ -29,7 +29,7 @@ from .kits import collect, done
 from .test_streams import GONE, START, exited, output, started, stream
 
 ONE = f"/v1/sandboxes/{SANDBOX_ID}"
-PAUSED = sandbox(state="paused", pause_mode="full", end_at=None, access_token=None)
+PAUSED = sandbox(state="paused", paused_mode="full", end_at=None, access_token=None)
 FIGURES = {
     "took_s": 1.5,
     "memory_before_bytes": 300,
@@ -68,7 +68,7 @@ async def test_pause_and_resume(box: Any, server: FakeServer) -> None:
     report = await done(box.pause())
     assert server.of("POST", f"{ONE}/pause")[0].json == {"mode": "full"}
     assert (report.took_s, report.memory_freed_bytes, report.stored_bytes) == (1.5, 200, 100)
-    assert (box.record.state, box.record.pause_mode, box.record.end_at) == ("paused", "full", None)
+    assert (box.record.state, box.record.paused_mode, box.record.end_at) == ("paused", "full", None)
     assert box.record.asleep
     assert box.record.access_token == "access", "an answer without tokens does not lose them"
     server.on("POST", f"{ONE}/resume", Answer(200, sandbox()))
@@ -151,7 +151,7 @@ async def test_command_whose_sandbox_is_paused(
         await done(box.exec("x"))
     paused = caught.value
     assert (paused.pid, paused.stdout, paused.fault) == (42, "half", "user")
-    assert paused.details == {"state": "paused", "pause_mode": "full"}
+    assert paused.details == {"state": "paused", "paused_mode": "full"}
     asked = server.of("GET", "/health")
     assert asked
     assert all("x-access-token" not in one.headers for one in asked), (
