@@ -55,7 +55,7 @@ class Attempts(Generic[T]):
             IdempotencyInProgress: an attempt is running, and ``join`` is false.
         """
         if claim is None:
-            return await asyncio.shield(self._spawn(work())), False
+            return await asyncio.shield(self.spawn(work())), False
         place = (project_id, claim.key)
         attempt = self._keyed.get(place)
         if attempt is not None:
@@ -67,7 +67,7 @@ class Attempts(Generic[T]):
                     retry_after_s=1,
                 )
             return await asyncio.shield(attempt.task), True
-        task = self._spawn(work())
+        task = self.spawn(work())
         self._keyed[place] = _Attempt(claim=claim, task=task)
         task.add_done_callback(lambda _: self._keyed.pop(place))
         return await asyncio.shield(task), False
@@ -80,7 +80,8 @@ class Attempts(Generic[T]):
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start work that is this process's to finish, whoever waits for it."""
         task = asyncio.create_task(work, name=self._name)
         self.tasks.add(task)
         task.add_done_callback(self._done)

@@ -7,7 +7,10 @@ that does not exist.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 
 import msgspec
 import structlog
@@ -84,8 +87,10 @@ class Lifecycle:
         self._invalidations = invalidations
         self._pauses: Attempts[Paused] = Attempts("pause")
         self._resumes: Attempts[Connected] = Attempts("resume")
-        self._resuming: dict[str, str] = {}
-        """Sandboxes that take a place again, with their projects."""
+        self._resuming: dict[str, asyncio.Task[Connected]] = {}
+        self._places: dict[str, set[str]] = {}
+        """Sandboxes that take a place again, by project."""
+        self._look_for_place = asyncio.Lock()
 
     async def stop(self) -> None:
         """Give pauses and resumes a moment to end. The node finishes what it has begun."""
@@ -228,34 +233,47 @@ class Lifecycle:
         Raises:
             As ``connect``.
         """
-        connected, _ = await self._resumes.run(
-            lambda: self._resume(record, timeout_s, reboot=reboot), project_id=record.project_id
-        )
-        return connected
+        name = record.sandbox_id
+        task = self._resuming.get(name)
+        if task is None:
+            task = self._resumes.spawn(self._resume(record, timeout_s, reboot=reboot))
+            self._resuming[name] = task
+            task.add_done_callback(lambda _: self._resuming.pop(name))
+            return await asyncio.shield(task)
+        connected = await asyncio.shield(task)
+        # Another caller's resume, for another time.
+        end_at = time.time() + timeout_s
+        if end_at <= connected.record.end_at:
+            return connected
+        status = await self._node.set_end_at(name, end_at, only_extend=True)
+        await self._note_end_at(record, status)
+        return Connected(record=with_status(record, status), resumed=True)
 
     async def _resume(self, record: SandboxRecord, timeout_s: float, *, reboot: bool) -> Connected:
         name = record.sandbox_id
-        if name not in self._resuming:
-            self._resuming[name] = record.project_id
-            try:
-                others = {
-                    other
-                    for other, project_id in self._resuming.items()
-                    if project_id == record.project_id and other != name
-                }
-                await check_place(self._store, record.project_id, name, others)
-                status = await self._node.resume(
-                    name, end_at=time.time() + timeout_s, reboot=reboot
-                )
-            finally:
-                del self._resuming[name]
-        else:
+        async with self._place_for(record):
             status = await self._node.resume(name, end_at=time.time() + timeout_s, reboot=reboot)
-        # Its address may be another one now.
-        self._invalidations.publish(name)
-        await self._record(status)
+            # Its address may be another one now.
+            self._invalidations.publish(name)
+            await self._record(status)
         log.info("sandbox resumed", sandbox_id=name, reboot=reboot)
         return Connected(record=with_status(record, status), resumed=True)
+
+    @contextlib.asynccontextmanager
+    async def _place_for(self, record: SandboxRecord) -> AsyncIterator[None]:
+        """Hold a place in the quota until the record says that the sandbox runs.
+
+        Raises:
+            QuotaExceeded: there is none.
+        """
+        places = self._places.setdefault(record.project_id, set())
+        async with self._look_for_place:
+            await check_place(self._store, record.project_id, record.sandbox_id, places)
+            places.add(record.sandbox_id)
+        try:
+            yield
+        finally:
+            places.discard(record.sandbox_id)
 
     async def pause(self, caller: Caller, sandbox_id: str, mode: StateMode) -> Paused:
         """Free a sandbox's memory and keep the rest. A call during a pause shares it.

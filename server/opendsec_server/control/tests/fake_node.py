@@ -241,6 +241,7 @@ class FakeNode:
             status = self._live(sandbox_id)
             moving = self._moving.get(sandbox_id)
             if status.state is State.PAUSED:
+                self._move(sandbox_id, State.RESUMING)
                 moving = self._start("resume", sandbox_id, self._resume(sandbox_id, end_at, reboot))
                 await self._shared(moving)
                 continue
@@ -257,7 +258,6 @@ class FakeNode:
         raise AssertionError("never came to rest")
 
     async def _resume(self, sandbox_id: str, end_at: float, reboot: bool) -> None:
-        self._move(sandbox_id, State.RESUMING)
         await self._half_way("resume", sandbox_id)
         if "resume" in self.fail:
             self._move(sandbox_id, State.PAUSED)
@@ -385,6 +385,12 @@ class FakeNode:
             control_token=spec.control_token,
             traffic_token=spec.traffic_token,
         )
+
+    async def console(self, sandbox_id: str, kind: str) -> str:
+        raise NotSupported("no backend here has one")
+
+    async def console_tail(self, sandbox_id: str) -> str:
+        raise NotSupported("no backend here has one")
 
     async def route_by_signature(
         self, *, path: str, operation: str, username: str, signature: str, expiration: str | None
