@@ -321,7 +321,7 @@ async def example(calls: list[int], draws: list[int], directory: Path, *, memory
     await drive(w, tasks, failures=True)
     for task in tasks:
         error = task.exception()
-        assert error is None or isinstance(error, OpendsecError), error
+        assert error is None or isinstance(error, OpendsecError), repr(error)
     await check_end(w, killed=killed, died=died)
     w.lifecycle.unwatch(box)
     await w.machine.teardown(box)
