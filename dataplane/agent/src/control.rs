@@ -22,7 +22,7 @@ use crate::http::query::Query;
 use crate::sys::pool;
 use crate::vm::clock::Timestamp;
 use crate::vm::{entropy, identity};
-use crate::{setup, tunnel};
+use crate::{setup, tunnel, vm};
 
 /// Shortest control token that is taken; it must not be guessable from inside.
 const CONTROL_TOKEN_BYTES_MIN: usize = 16;
@@ -149,6 +149,7 @@ async fn init(agent: &Arc<Agent>, via: Via, request: Request<Incoming>) -> Reply
         Ok(init) => init,
         Err(err) => return error(StatusCode::BAD_REQUEST, err.message),
     };
+    let service = vm::current().is_some_and(|vm| vm.is_service);
     let system = match system_setup(&mut init, received) {
         Ok(system) => system,
         Err(refusal) => return refusal.into(),
@@ -161,13 +162,21 @@ async fn init(agent: &Arc<Agent>, via: Via, request: Request<Incoming>) -> Reply
     if restored {
         agent.drop_connections(via.connection);
     }
-    if agent.is_init
+    if (agent.is_init || service)
         && let Err(err) = pool::run(move || system.apply()).await.flatten()
     {
         return error(
             StatusCode::INTERNAL_SERVER_ERROR,
             format!("set-up of the system: {err}"),
         );
+    }
+    if service
+        && let Err(err) = pool::run(move || vm::service::remember(&body))
+            .await
+            .flatten()
+    {
+        // It works until the guest restarts itself.
+        eprintln!("opendsec-agent: what the node said is not kept: {err}");
     }
     agent.ending.send_if_modified(|ending| {
         // The paused sandbox is awake again.
@@ -178,6 +187,18 @@ async fn init(agent: &Arc<Agent>, via: Via, request: Request<Incoming>) -> Reply
         woken
     });
     status_only(StatusCode::NO_CONTENT)
+}
+
+/// As a service, after a restart of the guest: goes on with what the node said before.
+pub fn recall(agent: &Agent) {
+    let Some(body) = vm::service::remembered() else {
+        return;
+    };
+    match parse::<Init>(&body).map(|init| apply(agent, init)) {
+        Ok(Ok(())) => eprintln!("opendsec-agent: the same sandbox as before"),
+        // The node tells it anew.
+        Ok(Err(_)) | Err(_) => eprintln!("opendsec-agent: what the node said before is no use"),
+    }
 }
 
 /// The part of an `/init` that concerns the system, taken out of it.

@@ -37,22 +37,29 @@ use crate::process::table::ProcessTable;
 use crate::sys::{init, pool, reaper::Reaper};
 
 const LISTEN_DEFAULT: &str = "0.0.0.0:49983";
-const USAGE: &str = "usage: opendsec-agent [--listen ADDRESS:PORT] [--version]";
+const USAGE: &str = "usage: opendsec-agent [--listen ADDRESS:PORT] [--service] [--version]
+  --service   of a full virtual machine: look after its clock, entropy and names too";
 
 fn main() -> ExitCode {
     if vm::is_wanted() {
         init_of_vm();
     }
-    let listen = match parse_args(std::env::args().skip(1)) {
-        Ok(Some(listen)) => listen,
+    let options = match parse_args(std::env::args().skip(1)) {
+        Ok(Some(options)) => options,
         Ok(None) => return ExitCode::SUCCESS,
         Err(message) => {
             eprintln!("opendsec-agent: {message}\n{USAGE}");
             return ExitCode::from(2);
         }
     };
+    if options.service
+        && let Err(message) = vm::service::prepare()
+    {
+        eprintln!("opendsec-agent: {message}");
+        return ExitCode::FAILURE;
+    }
     init::prepare();
-    match run(listen) {
+    match run(options.listen) {
         Ok(()) => ExitCode::SUCCESS,
         Err(err) => {
             eprintln!("opendsec-agent: {err}");
@@ -73,12 +80,22 @@ fn init_of_vm() -> ! {
     }
 }
 
-/// The address to listen on; `None` if there is nothing more to do.
-fn parse_args(mut args: impl Iterator<Item = String>) -> Result<Option<SocketAddr>, String> {
+/// What the command line says.
+#[derive(Debug, PartialEq, Eq)]
+struct Options {
+    listen: SocketAddr,
+    /// Of a machine with an init of its own.
+    service: bool,
+}
+
+/// `None` if there is nothing more to do.
+fn parse_args(mut args: impl Iterator<Item = String>) -> Result<Option<Options>, String> {
     let mut listen = LISTEN_DEFAULT.to_owned();
+    let mut service = false;
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--listen" => listen = args.next().ok_or("--listen needs an address")?,
+            "--service" => service = true,
             "--version" => {
                 println!("opendsec-agent {}", env!("CARGO_PKG_VERSION"));
                 return Ok(None);
@@ -90,10 +107,10 @@ fn parse_args(mut args: impl Iterator<Item = String>) -> Result<Option<SocketAdd
             other => return Err(format!("unknown argument '{other}'")),
         }
     }
-    let address = listen
+    let listen = listen
         .parse()
         .map_err(|_| format!("'{listen}' is no address and port"))?;
-    Ok(Some(address))
+    Ok(Some(Options { listen, service }))
 }
 
 fn run(listen: SocketAddr) -> io::Result<()> {
@@ -109,6 +126,9 @@ fn run(listen: SocketAddr) -> io::Result<()> {
         let is_init = std::process::id() == 1;
         let processes = Arc::new(ProcessTable::new(reaper));
         let agent = Arc::new(Agent::new(processes, proc_dir, is_init, address.port()));
+        if vm::current().is_some_and(|vm| vm.is_service) {
+            control::recall(&agent);
+        }
         eprintln!(
             "opendsec-agent {} listens on {address}",
             env!("CARGO_PKG_VERSION")
@@ -180,9 +200,13 @@ mod tests {
     #[test]
     fn arguments() {
         let parse = |args: &[&str]| parse_args(args.iter().map(|arg| (*arg).to_owned()));
-        assert_eq!(parse(&[]).unwrap(), Some(LISTEN_DEFAULT.parse().unwrap()));
-        let given = parse(&["--listen", "127.0.0.1:1"]).unwrap();
-        assert_eq!(given, Some("127.0.0.1:1".parse().unwrap()));
+        let wanted = |listen: &str, service| {
+            let listen = listen.parse().unwrap();
+            Some(Options { listen, service })
+        };
+        assert_eq!(parse(&[]).unwrap(), wanted(LISTEN_DEFAULT, false));
+        let given = parse(&["--listen", "127.0.0.1:1", "--service"]).unwrap();
+        assert_eq!(given, wanted("127.0.0.1:1", true));
         assert!(parse(&["--listen"]).is_err());
         assert!(parse(&["--listen", "nowhere"]).is_err());
         assert!(parse(&["--what"]).is_err());

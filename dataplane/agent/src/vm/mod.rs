@@ -28,6 +28,7 @@ pub mod identity;
 mod modules;
 mod network;
 mod root;
+pub mod service;
 
 use std::fs::{self, File};
 use std::io;
@@ -61,6 +62,8 @@ pub struct Vm {
     disk: OwnedFd,
     /// The boot id that programs see.
     pub boot_id: BootId,
+    /// Whether another program is the machine's init.
+    pub is_service: bool,
 }
 
 static VM: OnceLock<Vm> = OnceLock::new();
@@ -143,6 +146,7 @@ fn boot() -> Result<(), String> {
         random,
         disk,
         boot_id,
+        is_service: false,
     });
     eprintln!(
         "opendsec-init: ready, {} ms after the kernel",
@@ -218,6 +222,10 @@ impl Vm {
         /// `_IOWR('X', 119, int)` and `_IOWR('X', 120, int)`.
         const FIFREEZE: libc::Ioctl = 0xc004_5877;
         const FITHAW: libc::Ioctl = 0xc004_5878;
+        if self.is_service {
+            // It may have more disks than the one below `/`.
+            rustix::fs::sync();
+        }
         rustix::fs::syncfs(&self.disk)?;
         let fd = std::os::fd::AsRawFd::as_raw_fd(&self.disk.as_fd());
         // SAFETY: both calls ignore their argument.
