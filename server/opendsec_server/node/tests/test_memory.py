@@ -23,6 +23,7 @@ import pytest
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.contract.errors import NotSupported
 from opendsec_server.node.cgroups import CgroupSet, detect
+from opendsec_server.node.cgroups.base import Limits
 from opendsec_server.node.cgroups.v1 import CgroupV1
 from opendsec_server.node.cgroups.v2 import CgroupV2
 from opendsec_server.node.memory.swap import PauseSwap
@@ -54,21 +55,25 @@ while True:
 
 @dataclass
 class Groups:
-    """Real groups of a test, made as an OCI runtime makes them."""
+    """Real groups of a test.
+
+    Attributes:
+        beside: Whether these are of version 2 on a host whose controllers are version 1's.
+    """
 
     cgroups: CgroupSet
+    beside: bool = False
     programs: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, sandbox_id: str, code: str, *arguments: str) -> subprocess.Popen[bytes]:
-        directories = [
-            h / self.cgroups.root.lstrip("/") / sandbox_id for h in self.cgroups.hierarchies()
-        ]
-        for directory in directories:
+    def _make(self, sandbox_id: str) -> list[Path]:
+        if self.beside:  # no controller lives there
+            directory = self.cgroups.hierarchies()[0] / self.cgroups.root[1:] / sandbox_id
             directory.mkdir(parents=True, exist_ok=True)
-            for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new group of version 1
-                if (directory / name).exists():
-                    for level in (directory.parent, directory):
-                        (level / name).write_text((level.parent / name).read_text())
+            return [directory]
+        return self.cgroups.create(sandbox_id, Limits(cpu=2, memory_bytes=1024 * MB, pids=64))
+
+    def start(self, sandbox_id: str, code: str, *arguments: str) -> subprocess.Popen[bytes]:
+        directories = self._make(sandbox_id)
 
         def join() -> None:
             for directory in directories:
@@ -104,7 +109,7 @@ def groups(request: pytest.FixtureRequest, instance: str) -> Iterator[Groups]:
     else:
         cgroups = detect(root, mounts)
     before = Snapshot.take(instance)
-    made = Groups(cgroups)
+    made = Groups(cgroups, beside=cgroups.kind != detect(root, mounts).kind)
     yield made
     for sandbox_id in cgroups.known():
         cgroups.kill(sandbox_id)
@@ -141,6 +146,8 @@ async def test_frozen_stand_still_and_go_on(groups: Groups) -> None:
     program = groups.start("i1", TICKS)
     groups.start("i1", TICKS)
     assert not groups.cgroups.is_frozen("i1")
+    assert program.stdout is not None
+    assert program.stdout.read(1), "it runs"
     assert ticks(program, 0.5)
     await groups.cgroups.freeze("i1")
     assert groups.cgroups.is_frozen("i1")
