@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What the behaviours are written with: one backend of one server, and a few helpers."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+
+from opendsec import BackendInfo, Client, NotSupported, OpendsecError, Sandbox, Snapshot
+from tests.harness import Server
+
+T = TypeVar("T")
+
+MEMORY_MB = 256
+DISK_MB = 512
+WAIT_S = 60.0
+"""The most that anything which should happen soon may take; emulated guests are slow."""
+
+REFUSED = "refused"
+"""Property of a test that saw the typed refusal of what its backend does not claim to do."""
+
+
+@dataclass
+class Bench:
+    """One backend under test.
+
+    Attributes:
+        column: Its name in the table, such as ``microvm-qemu``.
+        backend: Its name in the API.
+        info: What the server says of it; ``info.capabilities`` decides what it must do.
+        server: The instance that the suite runs itself; None: somebody else's, by URL.
+        outside: Where the internet's stand-in logs; None where there is none.
+    """
+
+    column: str
+    backend: str
+    info: BackendInfo
+    client: Client
+    server: Server | None
+    notes: list[tuple[str, object]] = field(default_factory=list)
+
+    @property
+    def can(self) -> Any:
+        """Its declared capabilities."""
+        return self.info.capabilities
+
+    @property
+    def best_mode(self) -> str:
+        """The most that a snapshot or fork can hold here."""
+        return "full" if self.can.memory_snapshot else "filesystem"
+
+    def create(self, **wanted: Any) -> Sandbox:
+        """A small sandbox on this backend; snapshots fix sizes themselves."""
+        sizes: dict[str, Any] = {}
+        if "template" not in wanted:
+            sizes = {"cpu": 1, "memory_mb": MEMORY_MB, "disk_mb": DISK_MB}
+        return self.client.create(
+            wanted.pop("template", "base"),
+            **{"timeout_s": 1200, "backend": self.backend, **sizes, **wanted},
+        )
+
+    def refused(self, call: Callable[[], object]) -> None:
+        """What the backend does not claim to do is refused properly: typed, with a way out."""
+        with pytest.raises(NotSupported) as caught:
+            call()
+        assert caught.value.fault == "user"
+        assert caught.value.remediation
+        assert not caught.value.retryable
+        self.notes.append((REFUSED, True))
+
+    def own_machine(self) -> Server:
+        """The instance, for what can only be done on its machine; skips for a foreign server."""
+        if self.server is None:
+            pytest.skip("needs the server's machine; the suite was given a URL")
+        return self.server
+
+
+@dataclass
+class Maker:
+    """Makes sandboxes of one test or module, and takes all of them away: forks, too, since
+    children inherit labels, and snapshots of any of them."""
+
+    bench: Bench
+    label: str = field(default_factory=lambda: f"cf-{uuid.uuid4().hex[:12]}")
+    sources: set[str] = field(default_factory=set)
+
+    def __call__(self, **wanted: Any) -> Sandbox:
+        sandbox = self.bench.create(**{"labels": [self.label], **wanted})
+        self.sources.add(sandbox.sandbox_id)
+        return sandbox
+
+    def fork(self, source: Sandbox, count: int = 1, **wanted: Any) -> list[Sandbox]:
+        """All children; the test fails with the error of any that was not made."""
+        children: list[Sandbox] = []
+        for child in source.fork(count, **{"mode": self.bench.best_mode, **wanted}):
+            if isinstance(child, OpendsecError):
+                raise child
+            self.sources.add(child.sandbox_id)
+            children.append(child)
+        assert len(children) == count
+        return children
+
+    def snapshot(self, source: Sandbox, name: str | None = None, **wanted: Any) -> Snapshot:
+        """A snapshot in the best mode, if none is asked for."""
+        return source.snapshot(name, **{"mode": self.bench.best_mode, **wanted})
+
+    def clean(self) -> None:
+        """Take away everything."""
+        for info in self.bench.client.list(labels=[self.label]):
+            self.bench.client.kill(info.sandbox_id)
+        for snapshot in list(self.bench.client.snapshots.list()):
+            if snapshot.source_id in self.sources:
+                self.bench.client.snapshots.delete(snapshot.snapshot_id)
+
+
+def until(condition: Callable[[], T], what: str, *, seconds: float = WAIT_S) -> T:
+    """Wait until something is true, and return it.
+
+    Raises:
+        AssertionError: it was not within ``seconds``.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def at_once(calls: Iterable[Callable[[], object]]) -> list[object]:
+    """Run calls at one time; returns results or ``OpendsecError`` in their order."""
+    todo = list(calls)
+    with ThreadPoolExecutor(len(todo)) as pool:
+        futures: list[Future[object]] = [pool.submit(call) for call in todo]
+        found: list[object] = []
+        for future in futures:
+            try:
+                found.append(future.result(timeout=300))
+            except OpendsecError as exc:
+                found.append(exc)
+    return found
+
+
+def state_is(sandbox: Sandbox, *states: str) -> Callable[[], bool]:
+    """A condition for ``until``."""
+    return lambda: sandbox.info().state in states
+
+
+IDENTITY = r"""
+import json, os, random, ssl, time, uuid
+def text(path):
+    try:
+        return open(path).read().strip()
+    except OSError:
+        return ""
+print(json.dumps({
+    "urandom": os.urandom(16).hex(),
+    "kernel uuid": text("/proc/sys/kernel/random/uuid"),
+    "uuid4": str(uuid.uuid4()),
+    "ssl random": ssl.RAND_bytes(16).hex(),
+    "python random": random.random(),
+    "hostname": os.uname().nodename,
+    "boot id": text("/proc/sys/kernel/random/boot_id"),
+    "machine id": text("/etc/machine-id"),
+    "time": time.time(),
+}))
+"""
+
+
+def identity(sandbox: Sandbox) -> dict[str, Any]:
+    """What must differ between any two sandboxes, as a new process inside sees it."""
+    return dict(json.loads(sandbox.exec(["python3", "-c", IDENTITY], check=True).stdout))
+
+
+TICKER = "i=0; while true; do i=$((i+1)); echo $i > /tmp/ticks; sleep 0.1; done"
+"""A process whose going on can be seen."""
+
+
+def ticks(sandbox: Sandbox) -> int:
+    """How far the ticker has come."""
+    for _ in range(50):  # it may be between truncating and writing
+        text = sandbox.exec("cat /tmp/ticks", check=True).stdout.strip()
+        if text:
+            return int(text)
+        time.sleep(0.05)
+    raise AssertionError("the ticker writes nothing")
+
+
+def clock_error_s(sandbox: Sandbox) -> float:
+    """How far the sandbox's wall clock is off, at least, in seconds."""
+    before = time.time()
+    inside = float(sandbox.exec("date +%s.%N", check=True).stdout)
+    after = time.time()
+    return max(0.0, before - inside, inside - after)
