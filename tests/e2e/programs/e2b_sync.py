@@ -292,16 +292,6 @@ def many_commands_at_once():
 
 
 @step
-def not_yet_is_said_so():
-    try:
-        sandbox.pause()
-    except Exception as exc:
-        assert "not" in str(exc).lower(), exc
-    else:
-        raise AssertionError("pause claimed success")
-
-
-@step
 def kill():
     assert sandbox.kill() is True
     assert sandbox.is_running() is False
