@@ -24,15 +24,17 @@ import structlog
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.contract.errors import ResumeFailed, SandboxStartFailed, SnapshotFailed
 from opendsec_server.node import process
+from opendsec_server.node.vmm import manifest, ramtool
 from opendsec_server.node.vmm.base import (
     DEVICES_FILE,
     RAM_FILE,
+    SUMS_FILE,
     SavedMemory,
     VmConfig,
     VmmInfo,
 )
 
-from . import api, files, jail, machine, manifest, saved
+from . import api, files, jail, machine, saved
 from .api import ApiError
 from .console import Consoles
 from .jail import JailFile
@@ -51,7 +53,10 @@ STATE_TIMEOUT_S = 10.0
 """Stopping or continuing the processors."""
 KILL_TIMEOUT_S = 10.0
 _LOOK_AGAIN_S = 0.001
-_DIFF_RAM_MAX_MB = 3 * 1024
+_DIFF_RAM_MAX_BYTES = 3 * 1024 * 1024 * 1024
+MACHINE = "firecracker"
+OVERHEAD_MB = 32
+"""Firecracker itself, its copy in the jail, page tables; seen: about 12."""
 _SECCOMP_FILTERED = "2"
 _SECCOMP_NAME = "seccomp"
 
@@ -105,7 +110,8 @@ class FirecrackerVmm:
             version=programs.version,
             path=programs.firecracker,
             accelerator="kvm",
-            cpu_model=manifest.host_cpu_model(),
+            cpu_model=host_cpu_model(),
+            overhead_mb=OVERHEAD_MB,
         )
         return self._info
 
@@ -118,17 +124,17 @@ class FirecrackerVmm:
             JailFile(config.kernel_elf, machine.KERNEL),
             JailFile(config.initramfs, machine.INITRAMFS),
         ]
-        return await self._start(config, shown, requests, saved.Notes.of(config, since="boot"))
+        return await self._start(config, shown, requests, self._notes(config, "boot", None))
 
     async def restore(self, config: VmConfig, memory: Path) -> int:
-        await asyncio.to_thread(manifest.verify_cheaply, memory, self.info, config)
+        await asyncio.to_thread(self._verify, memory, config)
         features = self.programs.features
         ram, devices = memory / RAM_FILE, memory / DEVICES_FILE
         try:
             mark = self._bases.keep(config.run_dir, ram)
         except OSError as exc:
             raise SandboxStartFailed(f"cannot open {ram}: {exc.strerror}") from exc
-        notes = saved.Notes.of(config, since="file", mark=mark)
+        notes = self._notes(config, "file", mark)
         requests = [
             *machine.serial_requests(features),
             machine.restore_request(config, RAM_FILE, DEVICES_FILE),
@@ -276,7 +282,7 @@ class FirecrackerVmm:
             found = await process.finish_in_thread(_finish_files, ram, devices, ram_bytes)
             mark = self._bases.keep(run_dir, ram)
             saved.write_notes(run_dir, msgspec.structs.replace(notes, since="file", mark=mark))
-            manifest.write_draft(memory, self._draft(notes))
+            manifest.write_draft(memory, notes.manifest)
         except (ApiError, OSError, process.ProgramTimeout) as exc:
             raise SnapshotFailed(f"the VM's memory could not be saved: {exc}") from exc
         on_disk, own = found
@@ -293,7 +299,7 @@ class FirecrackerVmm:
     ) -> tuple[Literal["Full", "Diff"], bool]:
         """Prepare the RAM file: which kind of save, and whether it is laid over a base."""
         features = self.programs.features
-        if not features.diff_of_any_size and notes.memory_mb > _DIFF_RAM_MAX_MB:
+        if not features.diff_of_any_size and notes.ram_bytes > _DIFF_RAM_MAX_BYTES:
             return "Full", False
         if notes.since == "boot":
             return "Diff", False
@@ -325,30 +331,34 @@ class FirecrackerVmm:
             await process.finish_in_thread(jail.hide_memory, pid)
             await process.finish_in_thread(_give_to, memory, os.geteuid(), os.getegid())
 
-    def _draft(self, notes: saved.Notes) -> manifest.Manifest:
-        info = self.info
-        return manifest.Manifest(
-            vmm=info.name,
-            vmm_version=info.version,
-            accelerator=info.accelerator,
-            cpu_model=info.cpu_model,
-            machine="firecracker",
-            vcpus=notes.vcpus,
-            memory_mb=notes.memory_mb,
-            kernel=notes.kernel_id,
-            agent=notes.agent_id,
-            ram_bytes=notes.ram_bytes,
-        )
-
     async def seal(self, memory: Path, *, durable: bool) -> None:
+        ram = memory / RAM_FILE
         try:
-            await files.dig_holes(memory / RAM_FILE)
-            await process.finish_in_thread(manifest.seal, memory, durable=durable)
+            await files.dig_holes(ram)
+            await ramtool.compute_sums(SnapshotFailed, ram, memory / SUMS_FILE)
+            await process.finish_in_thread(_seal, memory, durable)
         except (OSError, msgspec.DecodeError, process.ProgramTimeout) as exc:
             raise SnapshotFailed(f"the saved memory could not be sealed: {exc}") from exc
 
     async def check(self, memory: Path) -> None:
-        await process.finish_in_thread(manifest.verify_fully, memory, self.info)
+        found = await process.finish_in_thread(self._verify, memory, None)
+        await process.finish_in_thread(manifest.require_sums_whole, memory, found)
+        await ramtool.check(memory / RAM_FILE, memory / SUMS_FILE)
+
+    def _verify(self, memory: Path, config: VmConfig | None) -> manifest.Manifest:
+        found = manifest.read_manifest(memory)
+        manifest.require_compatible(found, self.info, machine=MACHINE, config=config)
+        manifest.require_whole(memory, found)
+        return found
+
+    def _notes(self, config: VmConfig, since: saved.Since, mark: saved.Mark | None) -> saved.Notes:
+        try:
+            described = manifest.new_manifest(self.info, config, machine=MACHINE)
+        except OSError as exc:
+            raise SandboxStartFailed(f"a disk of the VM is missing: {exc}") from exc
+        return saved.Notes(
+            uid=config.uid, gid=config.gid, since=since, mark=mark, manifest=described
+        )
 
     # --- console and notes ---------------------------------------------------
 
@@ -363,6 +373,22 @@ class FirecrackerVmm:
         self._consoles.close(run_dir)
         self._bases.forget(run_dir)
         jail.detach(run_dir)
+
+
+def _seal(memory: Path, durable: bool) -> None:
+    manifest.seal(memory, durable=durable)
+
+
+def host_cpu_model() -> str:
+    """What saved processors are bound to: Firecracker gives guests those of the host."""
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "model name")
+    found: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if not line.strip():
+            break
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return " ".join(found.get(name, "?") for name in wanted)
 
 
 def _give_to(memory: Path, uid: int, gid: int) -> None:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from opendsec_server.node.vmm.base import VmConfig
+from opendsec_server.node.vmm.manifest import Manifest
 
 Since = Literal["boot", "file", "unknown"]
 
@@ -50,44 +50,24 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
     """What a driver must know of a VM that it did not start itself, kept in its ``run_dir``.
 
     Attributes:
-        vcpus: Processors.
-        memory_mb: RAM in MiB.
-        kernel_id: For the manifest.
-        agent_id: For the manifest.
         uid: User of the process.
         gid: Group of the process.
         since: What changed pages are counted from: ``boot`` (everything else is zero), ``file``
             (see ``mark``), or ``unknown`` after a save that broke off.
         mark: With ``file``: which.
+        manifest: Of the next save, as far as it is known.
     """
 
-    vcpus: int
-    memory_mb: int
-    kernel_id: str
-    agent_id: str
     uid: int
     gid: int
     since: Since
-    mark: Mark | None = None
-
-    @classmethod
-    def of(cls, config: VmConfig, *, since: Since, mark: Mark | None = None) -> Notes:
-        """The notes of a VM that is being started."""
-        return cls(
-            vcpus=config.vcpus,
-            memory_mb=config.memory_mb,
-            kernel_id=config.kernel_id,
-            agent_id=config.agent_id,
-            uid=config.uid,
-            gid=config.gid,
-            since=since,
-            mark=mark,
-        )
+    mark: Mark | None
+    manifest: Manifest
 
     @property
     def ram_bytes(self) -> int:
         """RAM in bytes."""
-        return self.memory_mb * 1024 * 1024
+        return self.manifest.ram_bytes
 
 
 def read_notes(run_dir: Path) -> Notes:

@@ -20,6 +20,7 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.node import process
 from opendsec_server.node.vmm.firecracker import FirecrackerVmm
+from opendsec_server.node.vmm.manifest import _own_sha256, read_manifest
 
 from .conftest import MakeMachine
 from .vms import CALL_TIMEOUT_S, Machine
@@ -266,12 +267,13 @@ async def test_damaged_memory_is_never_restored(make_machine: MakeMachine, scrat
     devices.write_bytes(whole)
 
     text = manifest.read_bytes()
-    for name, value in (("vmm_version", "1.0.0"), ("cpu_model", "other"), ("kernel", "5.0")):
-        changed = msgspec.json.decode(text)
-        changed[name] = value
+    for change in ({"vmm_version": "1.0.0"}, {"cpu_model": "other"}, {"kernel": "5.0"}):
+        changed = msgspec.structs.replace(read_manifest(memory), **change)
+        changed = msgspec.structs.replace(changed, sha256=_own_sha256(changed))
         manifest.write_bytes(msgspec.json.encode(changed))
         with pytest.raises(SnapshotIncompatible):
             await driver.restore(clone.config, memory)
+        manifest.write_bytes(text)
     manifest.unlink()
     with pytest.raises(SnapshotDamaged):
         await driver.restore(clone.config, memory)

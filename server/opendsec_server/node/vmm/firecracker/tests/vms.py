@@ -29,7 +29,8 @@ from opendsec_server.node.vmm.firecracker import FirecrackerVmm
 
 AGENT_PORT = 49983
 BOOT_TIMEOUT_S = 120.0
-CALL_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 2.0
 MEMORY_MB = 256
 DISK_MB = 128
 UID_BASE = 0x7100_0000
@@ -150,22 +151,26 @@ class Machine:
 
     async def init(self, control: str, more: dict[str, Any]) -> None:
         """``POST /init`` until the agent listens, bounded."""
-        body = {
-            "accessToken": self.access,
-            "controlToken": self.control,
-            "sandboxId": self.config.sandbox_id,
-            "hostname": self.net.name,
-            "timestamp": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
-            "entropy": base64.b64encode(secrets.token_bytes(64)).decode(),
-            **more,
-        }
+
+        def body() -> dict[str, Any]:
+            """Anew for each attempt: it has the time in it."""
+            return {
+                "accessToken": self.access,
+                "controlToken": self.control,
+                "sandboxId": self.config.sandbox_id,
+                "hostname": self.net.name,
+                "timestamp": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+                "entropy": base64.b64encode(secrets.token_bytes(64)).decode(),
+                **more,
+            }
+
         deadline = time.monotonic() + BOOT_TIMEOUT_S
         while True:
             try:
                 status, answer = await asyncio.to_thread(
                     self._request,
                     "/init",
-                    json.dumps(body).encode(),
+                    json.dumps(body()).encode(),
                     {
                         "Content-Type": "application/json",
                         "X-Opendsec-Control": control,
@@ -182,8 +187,9 @@ class Machine:
 
     def _request(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
         with self.net.socket() as channel:
-            channel.settimeout(CALL_TIMEOUT_S)
+            channel.settimeout(CONNECT_TIMEOUT_S)
             channel.connect((GUEST_ADDRESS, AGENT_PORT))
+            channel.settimeout(CALL_TIMEOUT_S)
             lines = [f"POST {path} HTTP/1.1", f"Host: {GUEST_ADDRESS}", "Connection: close"]
             lines += [f"{k}: {v}" for k, v in headers.items()]
             lines += [f"Content-Length: {len(body)}", "", ""]
