@@ -54,6 +54,9 @@ class _Paused(SandboxInfo, kw_only=True, frozen=True):
     pause: _PauseFigures = msgspec.field(default_factory=_PauseFigures)
 
 
+_RECORD_FIELDS = SandboxInfo.__struct_fields__
+
+
 class _ForkItem(msgspec.Struct):
     sandbox: SandboxInfo | None = None
     error: dict[str, Any] | None = None
@@ -306,8 +309,9 @@ class AsyncClient:
             timeout_s=_limits.STATE_TIMEOUT_S,
         )
         figures = paused.pause
+        record = SandboxInfo(**{name: getattr(paused, name) for name in _RECORD_FIELDS})
         return PauseReport(
-            sandbox=paused,
+            sandbox=record,
             took_s=figures.took_s,
             memory_before_bytes=figures.memory_before_bytes,
             memory_freed_bytes=figures.memory_freed_bytes,

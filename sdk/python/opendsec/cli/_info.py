@@ -16,6 +16,7 @@ from ._session import client_of
 
 NAME_WIDTH = 16
 YES = "yes"
+EMPTY: tuple[object, ...] = (None, "", [], {}, ())
 
 
 def info(args: argparse.Namespace) -> int:
@@ -37,7 +38,7 @@ def _line(name: str, text: str) -> None:
 
 def _print_sandbox(record: SandboxInfo) -> None:
     for name, value in msgspec.to_builtins(record).items():
-        if value not in (None, "", [], {}, ()):
+        if value not in EMPTY:
             hidden = name.endswith("_token")
             _line(name, "(hidden; --json shows it)" if hidden else _shown(value))
 
@@ -46,7 +47,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return YES if value else "no"
     if isinstance(value, dict):
-        return " ".join(f"{key}={_shown(item)}" for key, item in value.items())
+        filled = {key: item for key, item in value.items() if item not in EMPTY}
+        return " ".join(f"{key}={_shown(item)}" for key, item in filled.items())
     if isinstance(value, (list, tuple)):
         return ",".join(str(item) for item in value)
     return str(value)

@@ -93,10 +93,22 @@ REMEDIES = {
 """What to do, in the words of this command line instead of those of the API, by error code."""
 
 
+PHRASES = (
+    ("GET /v1/info lists", "`opendsec info` lists"),
+    ("Ask for mode `filesystem`", "Give --mode filesystem"),
+    ("Use pause_mode `full`, or leave auto_resume out", "Leave --pause-mode or --auto-resume out"),
+)
+"""The same for parts of remedies that the server makes for one failure."""
+
+
 def remedy_of(error: OpendsecError) -> str:
-    """What the user should do. A remedy made for this one failure is left as it is."""
-    general = error.remediation == error.default_remediation or error.http_status is not None
-    return REMEDIES.get(error.code, error.remediation) if general else error.remediation
+    """What the user should do. A remedy made here for one failure is left as it is."""
+    text = error.remediation
+    if text == error.default_remediation or error.http_status is not None:
+        text = REMEDIES.get(error.code, text)
+    for api_words, ours in PHRASES:
+        text = text.replace(api_words, ours)
+    return text
 
 
 def print_error(error: OpendsecError, *, as_json: bool) -> None:

@@ -38,6 +38,7 @@ def test_pause_and_resume(ready: FakeServer) -> None:
     report = json.loads(cli(ready, "pause", "--mode", "filesystem", SANDBOX_ID, "--json").stdout)
     assert report["memory_freed_bytes"] == 200
     assert report["sandbox"]["state"] == "paused"
+    assert "pause" not in report["sandbox"]
     assert [a.json["mode"] for a in ready.of("POST", f"{ONE}/pause")] == ["full", "filesystem"]
     ready.on("POST", f"{ONE}/pause", Answer(409, error("already_paused")))
     again = cli(ready, "pause", SANDBOX_ID)
@@ -244,9 +245,9 @@ def test_remedy_of_the_server_is_translated_and_one_made_for_the_case_is_kept(
     refused = cli(ready, "info", SANDBOX_ID).stderr.decode()
     assert "X-API-Key" not in refused
     assert "OPENDSEC_API_KEY" in refused
-    special = error("not_supported", remediation='Ask for mode "filesystem".')
+    special = error("not_supported", remediation="Ask for mode `filesystem`: it keeps the disk.")
     ready.on("POST", f"{ONE}/fork", Answer(501, special))
-    assert "filesystem" in cli(ready, "fork", SANDBOX_ID).stderr.decode()
+    assert "Give --mode filesystem: it keeps" in cli(ready, "fork", SANDBOX_ID).stderr.decode()
 
 
 # --- doctor --------------------------------------------------------------------------
