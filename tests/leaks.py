@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """What a node may leave on a machine, seen from outside: compare before and after.
 
-Looks at the machine, not at the node's own records: processes, links, nftables tables, mounts,
-control groups, loop devices, network namespaces, files and sockets, and the forwarding switch.
+Looks at the machine, not at the node's own records: processes (VMMs by their command line too),
+links (taps too), nftables tables, mounts, control groups, loop devices, network namespaces, files
+and sockets, and the forwarding switch.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from opendsec_server.config import Config
+from opendsec_server.node.paths import NodePaths
+
 GONE_WITHIN_S = 10.0
 """The kernel removes namespaces with their links in the background."""
 
 _OURS = re.compile(
     r"opendsecd|opendsec-edge|opendsec-agent|/\.opendsec/agent|opendsec_server\.|crun .*--root"
 )
+
+
+_VMM = re.compile(r"(^|/)(qemu-system-\S+|firecracker|jailer|swtpm)( |$)")
+"""Programs behind virtual machines; whose they are is told by the paths they were given."""
 
 
 def _text(path: Path) -> str:
@@ -30,8 +38,9 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _processes(instance: str | None) -> set[str]:
-    """Programs of ours by command line, and whatever lives in a sandbox's control group."""
+def _processes(instance: str | None, roots: tuple[Path, ...]) -> set[str]:
+    """Programs of ours by command line, VMMs that were given a path below the roots, and whatever
+    lives in a sandbox's control group."""
     found = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -40,7 +49,8 @@ def _processes(instance: str | None) -> set[str]:
         groups = re.findall(r":(/opendsec-([a-z0-9]+)(?:/\S*)?)$", _text(entry / "cgroup"), re.M)
         inside = any(instance in (None, name) for _path, name in groups)
         ours = instance is None and _OURS.search(command) and "pytest" not in command
-        if inside or ours:
+        vmm = any(str(root) in command for root in roots) and _VMM.search(command)
+        if inside or ours or vmm:
             stat = _text(entry / "stat").rpartition(")")[2].split()
             if stat and stat[0] not in "ZX":
                 found.add(f"process {entry.name} (started {stat[19]}): {command[:120]}")
@@ -48,7 +58,8 @@ def _processes(instance: str | None) -> set[str]:
 
 
 def _links(instance: str | None) -> set[str]:
-    pattern = re.compile(rf"^{instance or '[a-z0-9]{1,5}'}-\d+$")
+    """Host ends of slots; and, when all is looked at, taps that came out of their namespace."""
+    pattern = re.compile(rf"^{instance}-\d+$" if instance else r"^([a-z0-9]{1,5}-|tap)\d+$")
     return {f"link {n}" for n in os.listdir("/sys/class/net") if pattern.match(n)}
 
 
@@ -144,7 +155,7 @@ class Snapshot:
         """Look now. Where other instances run beside the test, name the one that is meant, and
         its directories."""
         seen = (
-            _processes(instance)
+            _processes(instance, roots)
             | _links(instance)
             | _tables(instance)
             | _mounts(roots)
@@ -175,3 +186,25 @@ class Snapshot:
             if time.monotonic() > deadline:
                 raise AssertionError("left behind:\n  " + "\n  ".join(left))
             time.sleep(0.05)
+
+
+def remains_of_sandboxes(config: Config) -> list[str]:
+    """What an instance without any sandbox or snapshot must not have, as sentences.
+
+    Slots, templates and images are kept for the next sandbox; these are not looked at.
+    """
+    paths = NodePaths.of(config)
+    found = []
+    for folder in (paths.disks, paths.snapshots, paths.bundles, paths.machine_runs):
+        if folder.is_dir():
+            found += [f"file {path}" for path in folder.iterdir()]
+    for line in _text(Path("/proc/self/mountinfo")).splitlines():
+        point = line.split()[4]
+        if any(point.startswith(f"{folder}/") for folder in (paths.bundles, paths.machine_runs)):
+            found.append(f"mount {point}")
+    group = re.compile(rf":/opendsec-{config.instance}/\S", re.M)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and group.search(_text(entry / "cgroup")):
+            command = _text(entry / "cmdline").replace("\0", " ").strip()
+            found.append(f"process {entry.name}: {command[:120]}")
+    return sorted(found)
