@@ -18,7 +18,7 @@ use tokio::time::timeout;
 
 use crate::headers::{ACCESS_TOKEN_HEADER, TRAFFIC_TOKEN_HEADER};
 use crate::limits::{CONTROL_ANSWER_BYTES_MAX, ROUTE_TIMEOUT, TOKEN_BYTES_MAX};
-use crate::routing::SignedFile;
+use crate::routing::{AGENT_PORT, SignedFile};
 
 /// How to reach a running sandbox, as the control plane says it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,6 +87,16 @@ impl Visitor {
         }
     }
 
+    /// Somebody with this token for the agent's port, wherever the token stood.
+    pub fn with_token(token: Option<HeaderValue>) -> Self {
+        let usable = |token: &HeaderValue| (1..=TOKEN_BYTES_MAX).contains(&token.len());
+        Visitor {
+            port: AGENT_PORT,
+            access_token: token.filter(usable),
+            traffic_token: None,
+        }
+    }
+
     /// The headers that tell the control plane.
     fn headers(&self) -> impl Iterator<Item = (&'static str, &HeaderValue)> {
         [
@@ -117,6 +127,9 @@ pub struct ResumeRefusal {
     /// Whether the same request may work later.
     pub retryable: bool,
 }
+
+/// Why the control plane refuses, in its words.
+pub type Refused = ResumeRefusal;
 
 /// Why there is no route.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -180,10 +193,62 @@ impl Control {
         self.lookup(&target, None).await
     }
 
-    async fn lookup(&self, target: &str, visitor: Option<&Visitor>) -> Result<Route, LookupError> {
-        let unavailable = |why: String| {
-            LookupError::Unavailable(format!("The control plane is not reachable: {why}"))
+    /// The Unix socket where a sandbox's console or screen is served, for this access token.
+    ///
+    /// # Errors
+    /// Why not, in the control plane's words.
+    pub async fn console(
+        &self,
+        sandbox_id: &str,
+        kind: &str,
+        visitor: &Visitor,
+    ) -> Result<PathBuf, Refused> {
+        #[derive(Deserialize)]
+        struct Place {
+            socket: PathBuf,
+        }
+        let unavailable = |why: String| Refused {
+            status: StatusCode::SERVICE_UNAVAILABLE,
+            code: "control_plane_unavailable".to_owned(),
+            message: format!("The control plane is not reachable: {why}"),
+            retryable: true,
         };
+        let target = format!("/consoles/{}?kind={kind}", encode(sandbox_id));
+        let (status, body) = self
+            .ask(&target, Some(visitor))
+            .await
+            .map_err(|why| unavailable(why.unwrap_or_else(|| "no answer in time".to_owned())))?;
+        if status == StatusCode::OK {
+            let place: Place =
+                serde_json::from_slice(&body).map_err(|error| unavailable(error.to_string()))?;
+            return Ok(place.socket);
+        }
+        let error = ErrorBody::read(&body);
+        Err(Refused {
+            status,
+            code: error.code,
+            message: error.message,
+            retryable: error.retryable,
+        })
+    }
+
+    async fn lookup(&self, target: &str, visitor: Option<&Visitor>) -> Result<Route, LookupError> {
+        match self.ask(target, visitor).await {
+            Ok((status, body)) => interpret(status, &body),
+            Err(Some(why)) => Err(LookupError::Unavailable(format!(
+                "The control plane is not reachable: {why}"
+            ))),
+            // It took the question, so the sandbox is on its way somewhere.
+            Err(None) => Err(LookupError::Transition),
+        }
+    }
+
+    /// An answer's status and body; an error without a text is a time-out.
+    async fn ask(
+        &self,
+        target: &str,
+        visitor: Option<&Visitor>,
+    ) -> Result<(StatusCode, Bytes), Option<String>> {
         let exchange = async {
             let response = self.get(target, visitor).await?;
             let status = response.status();
@@ -196,10 +261,8 @@ impl Control {
             Ok::<_, String>((status, body))
         };
         match timeout(ROUTE_TIMEOUT, exchange).await {
-            Ok(Ok((status, body))) => interpret(status, &body),
-            Ok(Err(why)) => Err(unavailable(why)),
-            // It took the question, so the sandbox is on its way somewhere.
-            Err(_) => Err(LookupError::Transition),
+            Ok(answer) => answer.map_err(Some),
+            Err(_) => Err(None),
         }
     }
 

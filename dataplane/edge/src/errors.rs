@@ -33,6 +33,8 @@ pub enum EdgeError {
         id: String,
         refusal: Box<ResumeRefusal>,
     },
+    /// As the control plane says: its console or screen is not for this caller, or not there.
+    Console(Box<ResumeRefusal>),
     /// 401: it is paused, and the token for its agent is missing or wrong.
     AccessTokenInvalid,
     /// 403: the port is not public and the token is missing.
@@ -148,7 +150,9 @@ impl EdgeError {
             | EdgeError::SandboxBadAnswer { .. }
             | EdgeError::ApiNoAnswer { .. } => StatusCode::BAD_GATEWAY,
             EdgeError::SandboxTransition { .. } => StatusCode::CONFLICT,
-            EdgeError::ResumeRefused { refusal, .. } => refusal.status,
+            EdgeError::ResumeRefused { refusal, .. } | EdgeError::Console(refusal) => {
+                refusal.status
+            }
             EdgeError::TrafficTokenMissing { .. } | EdgeError::TrafficTokenInvalid { .. } => {
                 StatusCode::FORBIDDEN
             }
@@ -170,7 +174,7 @@ impl EdgeError {
             EdgeError::SandboxNoAnswer { .. } => "sandbox_no_answer",
             EdgeError::SandboxBadAnswer { .. } => "sandbox_bad_answer",
             EdgeError::SandboxTransition { .. } => "sandbox_state_conflict",
-            EdgeError::ResumeRefused { refusal, .. } => &refusal.code,
+            EdgeError::ResumeRefused { refusal, .. } | EdgeError::Console(refusal) => &refusal.code,
             EdgeError::AccessTokenInvalid => "access_token_invalid",
             EdgeError::TrafficTokenMissing { .. } => "traffic_token_missing",
             EdgeError::TrafficTokenInvalid { .. } => "traffic_token_invalid",
@@ -203,6 +207,7 @@ impl EdgeError {
             EdgeError::ResumeRefused { refusal, .. } => {
                 format!("The sandbox is paused and could not be resumed: {}", refusal.message)
             }
+            EdgeError::Console(refusal) => refusal.message.clone(),
             EdgeError::AccessTokenInvalid => {
                 "The sandbox is paused, and the request has no access token that may resume it"
                     .to_owned()
@@ -248,7 +253,9 @@ impl EdgeError {
             | EdgeError::Overloaded
             | EdgeError::SandboxTransition { .. }
             | EdgeError::ApiNoAnswer { may_repeat: true } => true,
-            EdgeError::ResumeRefused { refusal, .. } => refusal.retryable,
+            EdgeError::ResumeRefused { refusal, .. } | EdgeError::Console(refusal) => {
+                refusal.retryable
+            }
             _ => false,
         }
     }

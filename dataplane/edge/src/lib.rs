@@ -10,6 +10,7 @@ mod cache;
 pub mod cli;
 mod client_io;
 mod connection;
+mod console;
 mod context;
 mod control;
 mod errors;

@@ -117,6 +117,10 @@ pub const GONE_GRACE: Duration = Duration::from_secs(2);
 
 /// Copy buffer of an upgraded connection, per direction, in bytes.
 pub const UPGRADE_BUFFER_BYTES: usize = 16 * 1024;
+/// Largest WebSocket message that a console's client may send, in bytes.
+pub const CONSOLE_MESSAGE_BYTES_MAX: usize = 1024 * 1024;
+/// Connecting to a machine monitor's socket, and saying good-bye to a console's client.
+pub const CONSOLE_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Default time for requests under way to finish after SIGTERM.
 pub const DRAIN_S: u64 = 5;
 /// Time for the last frames to be written after the drain time is over.

@@ -15,6 +15,7 @@ use subtle::ConstantTimeEq;
 use crate::body::{Cuts, EdgeBody, RequestBody, ResponseBody};
 use crate::cache::Entry;
 use crate::client_io::ConnState;
+use crate::console::{self, Kind};
 use crate::context::RequestContext;
 use crate::control::{LookupError, Visitor};
 use crate::errors::{Audience, EdgeError};
@@ -189,9 +190,38 @@ async fn dispatch(edge: &Edge, client: &Client, job: Job) -> Result<Response<Edg
         }
         Target::Api => {
             job.context.set_class(Class::Api);
+            if let Some(what) = console::wanted(&job.parts, job.wish.as_ref()) {
+                return to_console(edge, job, what).await;
+            }
             to_api(edge, client, job).await
         }
     }
+}
+
+/// A machine's console or screen. The control plane checks the token; the route, without which
+/// nothing would end the stream together with the sandbox, comes second.
+async fn to_console(
+    edge: &Edge,
+    mut job: Job,
+    (id, kind): (String, Kind),
+) -> Result<Response<EdgeBody>, EdgeError> {
+    job.context.set_sandbox(&id);
+    let visitor = Visitor::with_token(console::token(&job.parts.headers));
+    let socket = edge
+        .routes
+        .control()
+        .console(&id, kind.name(), &visitor)
+        .await
+        .map_err(|refusal| EdgeError::Console(Box::new(refusal)))?;
+    let entry = edge
+        .routes
+        .get(&id, &visitor)
+        .await
+        .map_err(|error| lookup_error(error, &id, AGENT_PORT, &job.parts))?;
+    job.context.hold(entry.link.begin());
+    let wish = job.wish.take().ok_or(EdgeError::Overloaded)?;
+    let cut = entry.link.cut.clone();
+    console::serve(&job.parts, wish, (id, kind), &socket, job.context, cut).await
 }
 
 fn refuse_internal(port: u16, path: &str) -> Result<(), EdgeError> {

@@ -4,14 +4,15 @@
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
-use http::header::{CONNECTION, HeaderName, HeaderValue, UPGRADE};
+use http::header::{CONNECTION, HeaderName, HeaderValue, SEC_WEBSOCKET_PROTOCOL, UPGRADE};
 use http::request::Parts;
-use http::{Extensions, Method, Response, StatusCode, Version};
+use http::{Extensions, HeaderMap, Method, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::ext::Protocol;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio::io::copy_bidirectional_with_sizes;
+use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 use tokio_util::sync::CancellationToken;
 
 use crate::body::{Cuts, EdgeBody};
@@ -63,6 +64,34 @@ impl Wish {
     /// Whether the request's body is the tunnel itself.
     pub fn owns_body(&self) -> bool {
         self.extended_connect
+    }
+
+    /// Whether it is one for a WebSocket.
+    pub fn is_websocket(&self) -> bool {
+        self.protocol.as_bytes().eq_ignore_ascii_case(b"websocket")
+    }
+
+    /// Answer a WebSocket's handshake here: the answer's head, and the connection that follows it.
+    /// `None` if the handshake has no key.
+    pub fn accept(
+        self,
+        request: &HeaderMap,
+        protocol: Option<HeaderValue>,
+    ) -> Option<(Response<EdgeBody>, OnUpgrade)> {
+        let mut response = Response::new(EdgeBody::empty());
+        let headers = response.headers_mut();
+        if let Some(protocol) = protocol {
+            headers.insert(SEC_WEBSOCKET_PROTOCOL, protocol);
+        }
+        if !self.extended_connect {
+            let key = request.get(SEC_WEBSOCKET_KEY)?;
+            let proof = derive_accept_key(key.as_bytes());
+            headers.insert(SEC_WEBSOCKET_ACCEPT, HeaderValue::try_from(proof).ok()?);
+            headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+            headers.insert(UPGRADE, self.protocol);
+            *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+        }
+        Some((response, self.client))
     }
 
     /// Put the wish into the head for the upstream.
