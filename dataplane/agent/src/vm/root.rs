@@ -67,7 +67,13 @@ pub fn assemble(disks: &Disks, layers: usize, resolvers: &[&str]) -> Result<Owne
     for index in 0..layers {
         let device = device(disks, &format!("layer{index}"))?;
         let target = format!("/layers/{index}");
-        attach(&device, &target, "erofs", MountFlags::RDONLY, "")?;
+        // Persistent memory is the host's page cache itself: files that are not compressed are used
+        // in place, without a copy in the guest. Old kernels may not know the option.
+        let in_place = device.starts_with("/dev/pmem")
+            && attach(&device, &target, "erofs", MountFlags::RDONLY, "dax=always").is_ok();
+        if !in_place {
+            attach(&device, &target, "erofs", MountFlags::RDONLY, "")?;
+        }
         let _ = write!(lower, "{}{target}", if index == 0 { "" } else { ":" });
     }
     let disk = device(disks, "disk")?;
