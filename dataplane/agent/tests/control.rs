@@ -3,7 +3,7 @@
 
 mod support;
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpListener;
 
 use serde_json::json;
@@ -206,4 +206,92 @@ fn the_end_is_told_to_everybody() {
     assert_eq!(listed["processes"][0]["pid"], pid);
     let kill = json!({"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"});
     assert_eq!(agent.unary("process.Process/SendSignal", kill).0, 200);
+}
+
+#[test]
+fn a_restored_sandbox_drops_what_was_open_and_keeps_its_programs() {
+    let agent = Agent::start();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let upgrade = [
+        ("Connection", "Upgrade"),
+        ("Upgrade", "opendsec-tunnel"),
+        ("X-Opendsec-Control", CONTROL),
+    ];
+    let path = format!("/opendsec/tunnel?port={port}");
+    let mut tunnel = agent.open("GET", &path, &upgrade);
+    let (mut server, _) = listener.accept().unwrap();
+    let mut head = [0; 12];
+    tunnel.read_exact(&mut head).unwrap();
+    assert_eq!(&head, b"HTTP/1.1 101");
+    // One with half a request, one with a stream.
+    let mut half = agent.connect();
+    half.write_all(b"GET /metrics HTTP/1.1\r\n").unwrap();
+    let message = json!({"process": {"cmd": "sleep", "args": ["60"]}, "stdin": false});
+    let body = support::frame(&message);
+    let length = body.len().to_string();
+    let headers = [
+        ("Content-Type", "application/connect+json"),
+        ("X-Access-Token", ACCESS),
+        ("Content-Length", length.as_str()),
+    ];
+    let mut stream = agent.open("POST", "/process.Process/Start", &headers);
+    stream.write_all(&body).unwrap();
+    stream.read_exact(&mut head).unwrap();
+    support::eventually("the program runs", || {
+        let (_, listed) = agent.unary("process.Process/List", json!({}));
+        listed["processes"].as_array().map(Vec::len) == Some(1)
+    });
+
+    for bad in [
+        r#"{"restored":true,"timestamp":"yesterday"}"#,
+        r#"{"restored":true,"entropy":"?"}"#,
+        r#"{"restored":true,"entropy":""}"#,
+        r#"{"restored":true,"machineId":"x"}"#,
+        r#"{"restored":true,"bootId":"x"}"#,
+    ] {
+        assert_eq!(
+            agent.control("POST", "/init", bad.as_bytes()).status,
+            400,
+            "{bad}"
+        );
+    }
+    let token = "another-control-token-0123";
+    let init = json!({
+        "restored": true, "controlToken": token, "accessToken": "another", "sandboxId": "iother",
+        "hostname": "iother", "timestamp": "2030-01-01T00:00:00.000000001Z",
+        "entropy": support::encode(&[7; 64]), "machineId": "0123456789abcdef0123456789abcdef",
+        "bootId": "6dbcc4e0-5a52-4b2e-9f0a-6a0d4a3c1f11", "envVars": {"B": "2"},
+    });
+    let init = init.to_string();
+    assert_eq!(
+        agent.send("POST", "/init", &[], init.as_bytes()).status,
+        401
+    );
+    // Whoever brings the news hears the answer.
+    assert_eq!(agent.control("POST", "/init", init.as_bytes()).status, 204);
+    for mut old in [tunnel, half, stream] {
+        let mut rest = Vec::new();
+        let end = old.read_to_end(&mut rest).unwrap_err();
+        assert_eq!(end.kind(), ErrorKind::ConnectionReset);
+    }
+    // Inside the sandbox the tunnel is closed as well.
+    assert_eq!(server.read(&mut [0]).unwrap_or_default(), 0);
+
+    let old = [("X-Opendsec-Control", CONTROL)];
+    let new = [("X-Opendsec-Control", token)];
+    assert_eq!(agent.send("GET", "/opendsec/status", &old, b"").status, 401);
+    let status = agent.send("GET", "/opendsec/status", &new, b"").json();
+    assert_eq!(
+        (&status["processes"], &status["active_streams"]),
+        (&json!(1), &json!(0))
+    );
+    assert_eq!(agent.call("GET", "/envs", &[], b"").status, 401);
+    let access = [("X-Access-Token", "another")];
+    let envs = agent.send("GET", "/envs", &access, b"").json();
+    assert_eq!(envs["E2B_SANDBOX_ID"], "iother");
+    assert_eq!((&envs["B"], &envs["GLOBAL"]), (&json!("2"), &json!(null)));
+    assert_eq!(agent.send("POST", "/opendsec/sync", &new, b"").status, 204);
+    assert_eq!(agent.send("POST", "/opendsec/sync", &old, b"").status, 401);
+    assert_eq!(agent.send("GET", "/opendsec/sync", &new, b"").status, 405);
 }

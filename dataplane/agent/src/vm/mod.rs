@@ -138,6 +138,8 @@ fn boot() -> Result<(), String> {
             .map_err(|err| format!("network device {device}: {err}"))?;
     }
     set_limits();
+    // The name by which it is known in a container, too.
+    let _ = rustix::thread::set_name(c"opendsec-agent");
     let _ = rustix::system::sethostname(root::HOSTNAME_DEFAULT.as_bytes());
     let random = File::options().read(true).write(true).open("/dev/urandom");
     let random = random.map_err(|err| format!("/dev/urandom: {err}"))?.into();
