@@ -172,7 +172,7 @@ async def test_document_is_valid(plane: Plane) -> None:
     validate(document)
     assert document["openapi"] == "3.1.0"
     operations = [op for path in document["paths"].values() for op in path.values()]
-    assert len({op["operationId"] for op in operations}) == len(operations) == 19
+    assert len({op["operationId"] for op in operations}) == len(operations) == 22
     for operation in operations:
         assert operation["summary"]
         assert "401" in operation["responses"]
@@ -187,9 +187,13 @@ FIELDS = [
     *("template", "cpu", "memory_mb", "disk_mb", "env", "metadata", "labels", "task_id"),
     *("timeout_s", "idle_timeout_s", "on_timeout", "backend", "network", "internet", "allow"),
     *("deny", "name", "templateID", "timeout", "autoPause", "autoResume", "envVars", "mcp"),
+    *("mode", "reboot", "count", "pause_mode", "auto_resume", "memory", "autoPauseMemory"),
 ]
 VALUES = JSON | st.sampled_from(
-    ["base", "container", "kill", 1, 300, {"a": "b"}, ["x"], {"deny": ["1.1.1.1"]}, {"x": 1}]
+    [
+        *("base", "container", "kill", "full", "filesystem", "pause", "n:v2", 1, 300, True, False),
+        *({"a": "b"}, ["x"], {"deny": ["1.1.1.1"]}, {"x": 1}),
+    ]
 )
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5) | JSON
 SEGMENTS = st.sampled_from(["LIVE", "LIVE", "i" + "a" * 19, "base"]) | st.text(
@@ -197,7 +201,10 @@ SEGMENTS = st.sampled_from(["LIVE", "LIVE", "i" + "a" * 19, "base"]) | st.text(
 )
 QUERIES = st.dictionaries(
     st.sampled_from(
-        "state task_id label metadata template limit cursor start end nextToken".split()  # noqa: SIM905
+        [
+            *("state", "task_id", "label", "metadata", "template", "limit", "cursor", "start"),
+            *("end", "nextToken", "name", "sandbox_id", "sandboxID"),
+        ]
     ),
     st.sampled_from(["running", "1", "0", "k:v", "k=v", "base"]) | st.text(max_size=8),
     max_size=3,
@@ -247,6 +254,7 @@ def test_native_api_answers_as_documented(fuzzed: Fuzzed, data: st.DataObject) -
     method, path, operation = data.draw(st.sampled_from(fuzzed.operations))
     name = data.draw(SEGMENTS).replace("LIVE", fuzzed.live)
     concrete = path.replace("{sandbox_id}", quote(name, safe=""))
+    concrete = concrete.replace("{snapshot_id}", quote(name, safe=""))
     content = msgspec.json.encode(data.draw(BODIES)) if method in ("POST", "PUT") else None
     answer = fuzzed.runner.run(
         fuzzed.http.request(method, concrete, params=data.draw(QUERIES), content=content)
@@ -278,6 +286,12 @@ E2B_CALLS = [
     ("GET", "/v2/sandboxes/{id}/logs"),
     ("GET", "/templates/aliases/{id}"),
     ("DELETE", "/templates/{id}"),
+    ("POST", "/sandboxes/{id}/pause"),
+    ("POST", "/sandboxes/{id}/resume"),
+    ("POST", "/sandboxes/{id}/connect"),
+    ("POST", "/sandboxes/{id}/fork"),
+    ("POST", "/sandboxes/{id}/snapshots"),
+    ("GET", "/snapshots"),
 ]
 
 

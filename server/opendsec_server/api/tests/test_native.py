@@ -142,19 +142,12 @@ async def test_errors_say_everything(http: httpx.AsyncClient, plane: Plane) -> N
     assert error["remediation"]
 
 
-async def test_what_comes_later(http: httpx.AsyncClient) -> None:
-    name = (await make(http))["sandbox_id"]
-    for action in ("pause", "resume", "fork", "snapshots"):
-        refused = await http.post(f"/v1/sandboxes/{name}/{action}", json={})
-        assert refused.status_code == 501
-        assert refused.json()["error"]["code"] == "not_supported"
-        assert (await http.post(f"/v1/sandboxes/iunknown/{action}")).status_code == 404
-
-
 async def test_account(http: httpx.AsyncClient, plane: Plane) -> None:
     info = (await http.get("/v1/info")).json()
-    assert info["node"]["backends"] == ["container"]
-    assert info["features"]["pause"] is False
+    assert info["backends"] == info["node"]["backends"]
+    assert [backend["name"] for backend in info["backends"]] == ["container"]
+    assert info["backends"][0]["capabilities"]["memory_snapshot"] is False
+    assert (info["default_backend"], info["features"]["pause"]) == ("container", True)
     (template,) = (await http.get("/v1/templates")).json()["templates"]
     assert (template["name"], template["public"]) == ("base", True)
     project = (await http.get("/v1/project")).json()
