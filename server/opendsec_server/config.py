@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 DEFAULT_CONFIG_PATH = Path("/etc/opendsec/config.toml")
+_LISTS = ("dns_servers", "passthrough_devices")
 
 
 class ConfigError(Exception):
@@ -53,6 +54,12 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """None: OPENDSEC_QEMU, then qemu-system-<machine> in PATH."""
     guest_kernel_path: str | None = None
     """Packaged Linux kernel (vmlinuz) for microVMs. None: one is fetched from the distribution."""
+    firmware_dir: str | None = None
+    """Where UEFI firmware for full virtual machines is (OVMF_CODE*.fd and OVMF_VARS*.fd). None:
+    where distributions put it."""
+    passthrough_devices: tuple[str, ...] = ()
+    """PCI addresses of devices that sandboxes of the backend vm may be given, e.g. 0000:65:00.0.
+    Each must be bound to vfio-pci, with its whole IOMMU group."""
     network_cidr: str = "10.201.0.0/16"
     """Addresses of the slots. Must not overlap a network the host uses."""
     slots_ready: int = 16
@@ -137,7 +144,7 @@ def load_config(path: Path | None = None, environ: dict[str, str] | None = None)
         name = f"OPENDSEC_{field.name.upper()}"
         if name in env:
             raw = env[name]
-            values[field.name] = raw.split(",") if field.name == "dns_servers" else raw
+            values[field.name] = raw.split(",") if field.name in _LISTS else raw
     try:
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as exc:

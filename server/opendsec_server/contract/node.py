@@ -67,6 +67,37 @@ class NetworkPolicy(msgspec.Struct, kw_only=True, frozen=True):
     https_ports: tuple[int, ...] = ()
 
 
+Firmware = Literal["bios", "uefi", "direct"]
+"""How a disk image starts: by a boot sector, by an EFI program, or by a kernel kept beside it."""
+
+ConsoleKind = Literal["console", "vnc"]
+"""Where a caller looks: the serial console (raw bytes) or the screen (RFB, as VNC speaks it)."""
+
+
+class VmDisk(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One more disk of a full virtual machine. The guest finds it by its serial ``data<n>``,
+    counted from 1."""
+
+    size_mb: int = 0
+    """Size in MiB; of an image, at least that of the image. 0: the image's."""
+    image: str | None = None
+    """Name of an imported disk image to begin with. None: empty, unformatted."""
+
+
+class VmOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What only full virtual machines have."""
+
+    firmware: Firmware | None = None
+    """None: as the image was imported."""
+    disks: tuple[VmDisk, ...] = ()
+    """Beside the first one, which begins as the image."""
+    user_data: str | None = None
+    """For the guest's cloud-init: any format that it takes. Joined with ours."""
+    devices: tuple[str, ...] = ()
+    """PCI addresses (``0000:65:00.0``) of host devices to pass through. Each must be allowed by
+    the node's ``passthrough_devices``. Such a machine's memory cannot be saved."""
+
+
 class SandboxSpec(msgspec.Struct, kw_only=True, frozen=True):
     """Everything a node needs to make one sandbox. Journalled before anything is made."""
 
@@ -93,6 +124,8 @@ class SandboxSpec(msgspec.Struct, kw_only=True, frozen=True):
     snapshot_id: str | None = None
     """Start from this snapshot on the node instead of from ``image`` alone."""
     network: NetworkPolicy = NetworkPolicy()
+    vm: VmOptions | None = None
+    """Backends with ``disk_images`` only. None: as the snapshot's source, else the defaults."""
     default_user: str = "user"
     default_workdir: str | None = None
     access_token: str
@@ -144,6 +177,8 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
     """Bytes its disk holds; most are shared with the sandbox it was taken of."""
     memory_bytes: int
     """Bytes on disk of its memory; zero pages and pages shared with an older one not counted."""
+    vm: VmOptions | None = None
+    """Of a full virtual machine: how its source was made."""
     versions: dict[str, str] = {}
     """What it needs to be restored: VMM, CPU model, kernel, agent. Empty without memory."""
 
@@ -345,6 +380,23 @@ class NodeClient(Protocol):
         Raises:
             SandboxNotFound: unknown or ended.
             StateConflict: known, but not running (``details["state"]``).
+        """
+
+    async def console(self, sandbox_id: str, kind: ConsoleKind) -> str:
+        """Path of the Unix socket where a running sandbox's console or screen is served.
+
+        Raises:
+            SandboxNotFound: unknown or ended.
+            StateConflict: it does not run now.
+            NotSupported: its backend has none.
+        """
+
+    async def console_tail(self, sandbox_id: str) -> str:
+        """The end of what its serial console printed since it last started; 64 KiB at most.
+
+        Raises:
+            SandboxNotFound: unknown or ended.
+            NotSupported: its backend has none.
         """
 
     async def route_by_signature(

@@ -30,6 +30,7 @@ from opendsec_server.contract.errors import (
     StateConflict,
 )
 from opendsec_server.contract.node import (
+    ConsoleKind,
     MetricSample,
     NetworkPolicy,
     NodeEvent,
@@ -279,11 +280,13 @@ class Node:
                 details={"available": list(self._backends)},
             )
         if spec.snapshot_id is not None and spec.sandbox_id not in self._lifecycle.boxes:
-            self._check_snapshot(spec)
+            spec = self._of_snapshot(spec)
+        if spec.vm is not None and not self._backends[spec.backend].info.capabilities.disk_images:
+            raise NotSupported(f"`vm` is not for sandboxes of the backend {spec.backend!r}")
         network_policy.check(spec.network)
         return status_of(await self._lifecycle.create(spec))
 
-    def _check_snapshot(self, spec: SandboxSpec) -> None:
+    def _of_snapshot(self, spec: SandboxSpec) -> SandboxSpec:
         assert spec.snapshot_id is not None
         snapshot = self._services.snapshots.get(spec.snapshot_id)
         if snapshot.backend != spec.backend:
@@ -291,6 +294,12 @@ class Node:
                 f"a snapshot of a {snapshot.backend} cannot start a {spec.backend}",
                 remediation=f"Ask for the backend {snapshot.backend!r}, or name none.",
             )
+        if spec.vm is not None and snapshot.vm is not None and spec.vm != snapshot.vm:
+            raise NotSupported(
+                "a machine started from a snapshot is made as the one that was saved",
+                remediation="Leave `vm` out.",
+            )
+        return msgspec.structs.replace(spec, vm=snapshot.vm)
 
     async def get(self, sandbox_id: str) -> SandboxStatus:
         """See ``NodeClient.get``."""
@@ -377,6 +386,27 @@ class Node:
                 f"sandbox {sandbox_id} is {box.state}", details={"state": str(box.state)}
             )
         return _route_of(box)
+
+    async def console(self, sandbox_id: str, kind: ConsoleKind) -> str:
+        """See ``NodeClient.console``."""
+        box, backend = self._with_console(sandbox_id)
+        if box.state is not State.RUNNING:
+            raise StateConflict(
+                f"sandbox {sandbox_id} is {box.state}", details={"state": str(box.state)}
+            )
+        return str(backend.console_socket(box, kind))
+
+    async def console_tail(self, sandbox_id: str) -> str:
+        """See ``NodeClient.console_tail``."""
+        box, backend = self._with_console(sandbox_id)
+        return backend.console_tail(box)
+
+    def _with_console(self, sandbox_id: str) -> tuple[Sandbox, Backend]:
+        box = self._live(sandbox_id)
+        backend = self._lifecycle.backend_of(box)
+        if not backend.info.capabilities.console:
+            raise NotSupported(f"a {box.spec.backend} has no console")
+        return box, backend
 
     async def route_by_signature(
         self, *, path: str, operation: str, username: str, signature: str, expiration: str | None

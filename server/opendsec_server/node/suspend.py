@@ -379,6 +379,7 @@ class Suspend:
             created_at=time.time(),
             disk_bytes=0,
             memory_bytes=0,
+            vm=spec.vm,
         )
         token = spec.control_token if mode == "full" else ""
         await self._snapshots.begin(info, ephemeral=ephemeral, control_token=token)

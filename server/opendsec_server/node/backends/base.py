@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from opendsec_server.contract.node import BackendInfo
+from opendsec_server.contract.node import BackendInfo, ConsoleKind
 from opendsec_server.contract.states import EndReason
 from opendsec_server.node.hooks import Hook
 from opendsec_server.node.sandbox import Sandbox
@@ -125,6 +125,13 @@ class Backend(Protocol):
 
     def why_ended(self, box: Sandbox) -> tuple[EndReason, str]:
         """Why its first process ended by itself, with the evidence in a sentence."""
+
+    def console_socket(self, box: Sandbox, kind: ConsoleKind) -> Path:
+        """Where a running sandbox's console or screen is served. Only with the capability
+        ``console``."""
+
+    def console_tail(self, box: Sandbox) -> str:
+        """The end of what its console printed. Only with the capability ``console``."""
 
     async def keep_house(self, memory_in_use: set[Path]) -> None:
         """Now and then: remove what is kept for speed only and not needed.

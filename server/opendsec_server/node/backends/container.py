@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opendsec_server.contract.errors import NotSupported, SnapshotFailed
 from opendsec_server.contract.limits import START_BUDGET_S
-from opendsec_server.contract.node import BackendInfo, Capabilities
+from opendsec_server.contract.node import BackendInfo, Capabilities, ConsoleKind
 from opendsec_server.contract.states import EndReason
 from opendsec_server.node.adoption import take_back
 from opendsec_server.node.cgroups.base import CgroupSet
@@ -106,6 +106,14 @@ class ContainerBackend:
     def why_ended(self, box: Sandbox) -> tuple[EndReason, str]:
         """By the memory limit, by a signal, or by itself."""
         return why_ended(self._cgroups, box)
+
+    def console_socket(self, box: Sandbox, kind: ConsoleKind) -> Path:
+        """Never asked: there is none."""
+        raise NotImplementedError
+
+    def console_tail(self, box: Sandbox) -> str:
+        """Never asked."""
+        raise NotImplementedError
 
     async def keep_house(self, memory_in_use: set[Path]) -> None:
         """Nothing is kept."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opendsec_server.contract.errors import AgentUnresponsive, SnapshotFailed
 from opendsec_server.contract.limits import START_BUDGET_S
-from opendsec_server.contract.node import BackendInfo, Capabilities, SandboxSpec
+from opendsec_server.contract.node import BackendInfo, Capabilities, ConsoleKind, SandboxSpec
 from opendsec_server.contract.states import EndReason, State
 from opendsec_server.node import agent_client, limits
 from opendsec_server.node.adoption import take_back
@@ -183,6 +183,14 @@ class MicrovmBackend:
         if code:
             return EndReason.VMM_FAILED, f"the VMM exited with status {code}; console: {tail}"
         return EndReason.EXITED, "the guest powered itself off"
+
+    def console_socket(self, box: Sandbox, kind: ConsoleKind) -> Path:
+        """Never asked: its console is for the kernel's last words."""
+        raise NotImplementedError
+
+    def console_tail(self, box: Sandbox) -> str:
+        """From the VMM."""
+        return self._vmm.console_tail(self._paths.machine_run(box.sandbox_id))
 
     async def keep_house(self, memory_in_use: set[Path]) -> None:
         """Old templates go."""
