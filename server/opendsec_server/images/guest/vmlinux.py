@@ -12,6 +12,7 @@ import lzma
 import struct
 import zlib
 from collections.abc import Callable
+from typing import Protocol
 
 from .tools import GuestBuildError, run
 
@@ -78,16 +79,22 @@ def _check(vmlinuz: bytes) -> None:
         raise GuestBuildError("the kernel is too old: its boot header does not name the payload")
 
 
-def _gzip(payload: bytes) -> bytes:
-    return zlib.decompressobj(wbits=31).decompress(payload, _SIZE_MAX)
+class _Decompressor(Protocol):
+    @property
+    def eof(self) -> bool: ...
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
 
-def _xz(payload: bytes) -> bytes:
-    return lzma.LZMADecompressor().decompress(payload, _SIZE_MAX)
+def _by_library(make: Callable[[], _Decompressor]) -> Callable[[bytes], bytes]:
+    def unpack(payload: bytes) -> bytes:
+        decompressor = make()
+        elf = decompressor.decompress(payload, _SIZE_MAX)
+        if not decompressor.eof:
+            raise ValueError("it ends early")
+        return elf
 
-
-def _bzip2(payload: bytes) -> bytes:
-    return bz2.BZ2Decompressor().decompress(payload, _SIZE_MAX)
+    return unpack
 
 
 def _without_size(payload: bytes) -> bytes:
@@ -104,10 +111,10 @@ def _by_program(*argv: str) -> Callable[[bytes], bytes]:
 
 
 _UNPACKERS: tuple[tuple[bytes, Callable[[bytes], bytes]], ...] = (
-    (b"\x1f\x8b", _gzip),
-    (b"\xfd7zXZ\0", _xz),
-    (b"\x5d\0\0", _xz),
-    (b"BZh", _bzip2),
+    (b"\x1f\x8b", _by_library(lambda: zlib.decompressobj(wbits=31))),
+    (b"\xfd7zXZ\0", _by_library(lzma.LZMADecompressor)),
+    (b"\x5d\0\0", _by_library(lzma.LZMADecompressor)),
+    (b"BZh", _by_library(bz2.BZ2Decompressor)),
     (b"\x02\x21\x4c\x18", _by_program("lz4", "-d", "-c", "-q")),
     (b"\x28\xb5\x2f\xfd", _by_program("zstd", "-d", "-c", "-q")),
 )
