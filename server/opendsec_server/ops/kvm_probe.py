@@ -28,7 +28,8 @@ import msgspec
 BOOT_TIMEOUT_S = 20.0
 TIMEOUT_ENV = "OPENDSEC_KVM_PROBE_TIMEOUT_S"
 """For hosts that are themselves emulated, where a good KVM is slow."""
-ANSWER_FILE = "kvm-probe.json"
+ANSWER_FILE = Path("/run/opendsec-kvm-probe.json")
+"""Of the machine, not of one instance: every instance would find the same."""
 
 _BOOTED_RE = re.compile(rb"Kernel panic|Unable to mount root|Run /init|end Kernel")
 _OUTPUT_BYTES_MAX = 256 * 1024
@@ -48,23 +49,27 @@ class KvmAnswer(msgspec.Struct, frozen=True):
     """Release of the host's kernel."""
     cpu: str = ""
     boot_id: str = ""
+    probed: bool = True
+    """False: there was nothing to boot, so nothing is known."""
 
 
-def probe_kvm(state_dir: Path, *, kernel: Path | None = None) -> KvmAnswer:
+def probe_kvm(
+    state_dir: Path, *, kernel: Path | None = None, answer_file: Path = ANSWER_FILE
+) -> KvmAnswer:
     """Boot a guest kernel under KVM, or return the remembered answer. Blocks, at most for the
     time limit and some seconds.
 
     Args:
-        state_dir: Where the answer is kept, and where microVMs' own guest kernel may be.
+        state_dir: Where microVMs' own guest kernel may be.
         kernel: Guest kernel image (``vmlinuz``); None: the guest kernel of microVMs, else the
             newest ``/boot/vmlinuz*``.
+        answer_file: Where the answer is kept.
     """
     if not _KVM.exists():
         return _answer(False, "no /dev/kvm", "Enable virtualisation in the firmware or the cloud.")
     if not os.access(_KVM, os.R_OK | os.W_OK):
         return _answer(False, "/dev/kvm cannot be opened", "Run as root.")
-    kept = state_dir / ANSWER_FILE
-    remembered = _remembered(kept)
+    remembered = _remembered(answer_file)
     if remembered is not None:
         return remembered
     candidates = [kernel] if kernel else [*_guest_kernels(state_dir), *_host_kernels()]
@@ -73,12 +78,17 @@ def probe_kvm(state_dir: Path, *, kernel: Path | None = None) -> KvmAnswer:
         if isinstance(argv, KvmAnswer):
             return argv
         answer = _boot(argv)
-    if state_dir.is_dir():
-        fresh = kept.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(answer))
-        fresh.chmod(0o600)
-        fresh.replace(kept)
+    _remember(answer, answer_file)
     return answer
+
+
+def _remember(answer: KvmAnswer, answer_file: Path) -> None:
+    """Best effort: an answer that cannot be kept is only found again."""
+    with contextlib.suppress(OSError):
+        fd, fresh = tempfile.mkstemp(prefix=f"{answer_file.name}.", dir=answer_file.parent)
+        with os.fdopen(fd, "wb") as file:
+            file.write(msgspec.json.encode(answer))
+        Path(fresh).replace(answer_file)
 
 
 def _remembered(kept: Path) -> KvmAnswer | None:
@@ -104,9 +114,7 @@ def _host_kernels() -> list[Path]:
 def _command(candidates: list[Path], scratch: Path) -> list[str] | KvmAnswer:
     """How to boot one of these kernels here, or why it cannot be tried."""
     if not candidates:
-        return _answer(
-            False, "not probed: no kernel to boot", "Install a kernel package, or create a microVM."
-        )
+        return _unknown("no kernel to boot", "Install a kernel package, or create a microVM.")
     qemu = shutil.which(f"qemu-system-{platform.machine()}")
     if qemu is not None:
         return [
@@ -120,9 +128,8 @@ def _command(candidates: list[Path], scratch: Path) -> list[str] | KvmAnswer:
         (k.with_name("vmlinux") for k in candidates if k.with_name("vmlinux").exists()), None
     )
     if firecracker is None or elf is None:
-        return _answer(
-            False,
-            "not probed: no QEMU, and no Firecracker with a guest kernel",
+        return _unknown(
+            "no QEMU, and no Firecracker with a guest kernel",
             "apt-get install qemu-system-x86, then run this again.",
         )
     settings = scratch / "vm.json"
@@ -211,6 +218,10 @@ def _cpu() -> str:
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _unknown(why: str, remedy: str) -> KvmAnswer:
+    return msgspec.structs.replace(_answer(False, f"not probed: {why}", remedy), probed=False)
 
 
 def _answer(usable: bool, detail: str, remedy: str) -> KvmAnswer:

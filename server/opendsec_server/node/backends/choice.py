@@ -3,13 +3,36 @@
 
 from __future__ import annotations
 
+import structlog
+
+from opendsec_server.config import ConfigError
+from opendsec_server.node.machines.guests import Guests
 from opendsec_server.node.services import Services
+from opendsec_server.node.vmm.base import Vmm
+from opendsec_server.node.vmm.choice import find_vmm
 
 from .base import Backend
 from .container import ContainerBackend
+from .microvm import MicrovmBackend
+
+log = structlog.get_logger("opendsec.node")
 
 
 async def find_backends(services: Services) -> dict[str, Backend]:
     """Every backend that works here, by name, the simplest first."""
     found: list[Backend] = [ContainerBackend(services)]
+    guests = Guests(services.config, services.paths.images, services.traits.agent)
+    vmm = await _vmm(services, guests)
+    if vmm is not None:
+        found.append(MicrovmBackend(services, vmm, guests))
     return {backend.info.name: backend for backend in found}
+
+
+async def _vmm(services: Services, guests: Guests) -> Vmm | None:
+    try:
+        return await find_vmm(services.config, guests)
+    except ConfigError as exc:
+        if services.config.vmm != "auto":
+            raise
+        log.warning("no microVMs", why=str(exc))
+        return None

@@ -49,9 +49,10 @@ class MicrovmBackend:
     Args:
         services: The node's parts.
         vmm: A driver that was probed.
+        guests: The kernel and initramfs that machines boot.
     """
 
-    def __init__(self, services: Services, vmm: Vmm) -> None:
+    def __init__(self, services: Services, vmm: Vmm, guests: Guests) -> None:
         self._services = services
         self._paths = services.paths
         self._cgroups = services.cgroups
@@ -65,7 +66,6 @@ class MicrovmBackend:
         )
         emulated = info.accelerator == "tcg"
         self.budget_s = limits.START_BUDGET_EMULATED_S if emulated else START_BUDGET_S
-        guests = Guests(services.config, services.paths.images, services.traits.agent)
         self.templates = Templates(services, vmm, guests)
         self.templates.make = self._make_template
         self.keep_hooks: list[Hook] = [Admit(services), MachineDisk(services, self.templates)]

@@ -64,8 +64,8 @@ def test_json_report(config: Config, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_kvm_answer_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = probe_kvm(tmp_path, kernel=Path("/nonexistent"))
     kept = tmp_path / "kvm-probe.json"
+    first = probe_kvm(tmp_path, kernel=Path("/nonexistent"), answer_file=kept)
     if not kept.exists():
         pytest.skip(f"nothing was booted here: {first.detail}")
-    assert probe_kvm(tmp_path) == first
+    assert probe_kvm(tmp_path, answer_file=kept) == first
