@@ -79,40 +79,37 @@ pub fn find_ram(pid: i32, ram: Ram) -> Result<Range<u64>> {
 }
 
 fn find_in(mappings: &[Mapping], ram: Ram) -> std::result::Result<Range<u64>, &'static str> {
+    let (inode, len) = match ram {
+        Ram::File { inode, len } => (inode, len),
+        Ram::Anonymous { len } => (0, len),
+    };
+    let ours = |m: &&Mapping| m.inode == inode && m.mode.starts_with("rw") && m.mode.ends_with('p');
+    let whole = mappings.iter().filter(ours).map(|m| m.range.clone());
+    // Neighbours that are not the RAM are no reason to miss it, so whole mappings come first.
+    let whole: Vec<_> = whole
+        .filter(|range| range.end - range.start == len)
+        .collect();
     let mut runs: Vec<Range<u64>> = Vec::new();
     let mut next_offset = 0;
-    for mapping in mappings {
-        if !mapping.mode.starts_with("rw") || !mapping.mode.ends_with('p') {
-            continue;
-        }
-        let inode = match ram {
-            Ram::File { inode, .. } => inode,
-            Ram::Anonymous { .. } => 0,
-        };
-        if mapping.inode != inode {
-            continue;
-        }
-        let length = mapping.range.end - mapping.range.start;
+    for mapping in mappings.iter().filter(ours) {
         match runs.last_mut() {
             Some(run)
                 if run.end == mapping.range.start
-                    && (mapping.inode == 0 || mapping.offset == next_offset) =>
+                    && (inode == 0 || mapping.offset == next_offset) =>
             {
                 run.end = mapping.range.end;
             }
             _ => runs.push(mapping.range.clone()),
         }
-        next_offset = mapping.offset + length;
+        next_offset = mapping.offset + (mapping.range.end - mapping.range.start);
     }
-    let wanted = match ram {
-        Ram::File { len, .. } | Ram::Anonymous { len } => len,
-    };
-    let mut fitting = runs.into_iter().filter(|run| run.end - run.start == wanted);
-    let first = fitting.next().ok_or("no mapping fits")?;
-    if fitting.next().is_some() {
-        return Err("several mappings fit");
+    runs.retain(|run| run.end - run.start == len);
+    let fitting = if whole.is_empty() { runs } else { whole };
+    match fitting.as_slice() {
+        [one] => Ok(one.clone()),
+        [] => Err("no mapping fits"),
+        _ => Err("several mappings fit"),
     }
-    Ok(first)
 }
 
 /// Identity of an open file for [`Ram::File`].
@@ -348,8 +345,15 @@ mod tests {
         let no_access = line("8000-a000 ---p 00000000 00:00 0");
         let both = [first.clone(), second.clone(), no_access];
         assert_eq!(find_in(&both, ram), Ok(0x1000..0x3000));
-        assert!(find_in(&[first.clone(), second, apart], ram).is_err());
-        assert!(find_in(&[first], ram).is_err());
+        assert_eq!(
+            find_in(&[first.clone(), second, apart.clone()], ram),
+            Ok(0x5000..0x7000)
+        );
+        let twice = line("a000-c000 rw-p 00000000 00:00 0");
+        assert!(find_in(&[apart, twice], ram).is_err());
+        assert!(find_in(std::slice::from_ref(&first), ram).is_err());
+        let whole = line("2000-4000 rw-p 00000000 00:00 0");
+        assert_eq!(find_in(&[first, whole], ram), Ok(0x2000..0x4000));
     }
 
     #[test]

@@ -110,6 +110,8 @@ class VmmInfo(msgspec.Struct, frozen=True, kw_only=True):
         accelerator: ``kvm``: guests run on the processor; ``tcg``: they are emulated.
         cpu_model: What saved memory is bound to besides the version: restoring it under another
             model is refused.
+        overhead_mb: Memory in MiB that one VMM process needs besides the guest's RAM; to be added
+            to the limit of its control group.
     """
 
     name: str
@@ -117,6 +119,7 @@ class VmmInfo(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     accelerator: Accelerator
     cpu_model: str
+    overhead_mb: int = 0
 
 
 class SavedMemory(msgspec.Struct, frozen=True, kw_only=True):
