@@ -78,6 +78,7 @@ def build(run_dir: Path, sandbox_id: str, program: Path, files: list[JailFile]) 
     jail.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     run = run_dir / RUN_DIR
     run.mkdir(mode=0o700, exist_ok=True)
+    socket_of(run_dir).unlink(missing_ok=True)  # of a start that failed
     size = program.stat().st_size + _TMPFS_SPARE_BYTES
     # Devices must work in it: the jailer makes /dev/kvm there.
     syscalls.mount(
