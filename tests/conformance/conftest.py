@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from opendsec import Client, Sandbox
+from opendsec_server.config import Config, ConfigError
+from opendsec_server.node.vmm.firecracker.program import find_programs
 from tests import leaks
 from tests.harness import Server, new_server
 
@@ -77,10 +81,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Fill the table."""
-    report: pytest.TestReport = yield  # type: ignore[misc]
-    properties = dict(item.user_properties)
+    report = yield
+    properties: dict[str, Any] = dict(item.user_properties)
     if "conformance" in properties:
         section, behaviour, column = properties["conformance"]
         table = item.config.stash[TABLE]
@@ -90,7 +96,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             bench = getattr(item, "funcargs", {}).get("bench")
             refused = bench is not None and REFUSED in dict(bench.notes)
             table.put(section, behaviour, column, "refused" if refused else "passed")
-    return report  # type: ignore[return-value]
+    return report
 
 
 def pytest_terminal_summary(
@@ -132,9 +138,10 @@ def _plainly_missing(column: str) -> str | None:
     if column in OFFERED:
         return OFFERED[column]
     if column.endswith("-firecracker"):
-        named = os.environ.get("OPENDSEC_FIRECRACKER")
-        if named is None and shutil.which("firecracker") is None:
-            return "firecracker is neither in PATH nor named by OPENDSEC_FIRECRACKER"
+        try:
+            asyncio.run(find_programs(Config()))
+        except ConfigError as exc:
+            return str(exc)
     if column.endswith("-qemu"):
         named = os.environ.get("OPENDSEC_QEMU")
         if named is None and not any(

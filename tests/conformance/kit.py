@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import json
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import pytest
 
 from opendsec import BackendInfo, Client, NotSupported, OpendsecError, Sandbox, Snapshot
 from tests.harness import Server
 
+S = TypeVar("S")
 T = TypeVar("T")
+Mode = Literal["full", "filesystem"]
 
 MEMORY_MB = 256
 DISK_MB = 512
@@ -52,7 +57,7 @@ class Bench:
         return self.info.capabilities
 
     @property
-    def best_mode(self) -> str:
+    def best_mode(self) -> Mode:
         """The most that a snapshot or fork can hold here."""
         return "full" if self.can.memory_snapshot else "filesystem"
 
@@ -135,6 +140,11 @@ def until(condition: Callable[[], T], what: str, *, seconds: float = WAIT_S) -> 
         time.sleep(0.1)
 
 
+def each(call: Callable[[S], object], items: Iterable[S]) -> list[object]:
+    """``call`` with every item, all at one time; as ``at_once``."""
+    return at_once([partial(call, item) for item in items])
+
+
 def at_once(calls: Iterable[Callable[[], object]]) -> list[object]:
     """Run calls at one time; returns results or ``OpendsecError`` in their order."""
     todo = list(calls)
@@ -173,6 +183,16 @@ print(json.dumps({
     "time": time.time(),
 }))
 """
+
+
+def status_of_url(url: str) -> int:
+    """HTTP status of a plain GET without any key."""
+    try:
+        with urllib.request.urlopen(url, timeout=90) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return int(exc.code)
 
 
 def identity(sandbox: Sandbox) -> dict[str, Any]:

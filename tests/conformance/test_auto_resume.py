@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import urllib.error
 import urllib.request
 
 import pytest
 
 from opendsec import NetworkPolicy, Sandbox, SandboxPaused
 
-from .kit import Bench, Maker, at_once
+from .kit import Bench, Maker, each, status_of_url
 
 RESUMED_FOR_S_MIN = 300
 
@@ -75,9 +74,7 @@ def test_a_signed_url_resumes_it(make: Maker) -> None:
     one.files.write("signed.txt", "by url")
     url = one.files.download_url("signed.txt", expires_in_s=600)
     one.pause("full")
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(url.replace("signature=v1_", "signature=v1_x"), timeout=60)
-    assert caught.value.code in (401, 502)
+    assert status_of_url(url.replace("signature=v1_", "signature=v1_x")) in (401, 502)
     assert one.info().state == "paused"
     with urllib.request.urlopen(url, timeout=90) as answer:
         assert answer.read() == b"by url"
@@ -87,7 +84,7 @@ def test_a_signed_url_resumes_it(make: Maker) -> None:
 def test_requests_at_once_join_one_resume(make: Maker) -> None:
     one = make(auto_resume=True)
     one.pause("full")
-    answers = at_once([lambda n=n: one.exec(f"echo {n}").stdout for n in range(6)])
+    answers = each(lambda n: one.exec(f"echo {n}").stdout, range(6))
     assert answers == [f"{n}\n" for n in range(6)]
     assert [t.to for t in one.transitions()].count("resuming") == 1
 
@@ -109,6 +106,5 @@ def test_without_being_asked_for_nothing_resumes_it(make: Maker) -> None:
     with one.http(8126) as web:
         answer = web.get("/")
     assert answer.status_code == 502 and "not found" in answer.json()["message"]
-    with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(one.files.download_url("x.txt"), timeout=60)
+    assert status_of_url(one.files.download_url("x.txt")) in (401, 502)
     assert one.info().state == "paused"

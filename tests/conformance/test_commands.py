@@ -10,7 +10,7 @@ import pytest
 
 from opendsec import CommandTimeout, InvalidRequest, ProcessNotFound, ProgramNotFound, Sandbox
 
-from .kit import at_once, until
+from .kit import each, until
 
 
 def test_a_command_gives_output_errors_and_exit_code(sandbox: Sandbox) -> None:
@@ -120,7 +120,7 @@ def test_a_running_command_can_be_left_and_found_again(sandbox: Sandbox) -> None
 
 
 def test_many_commands_at_once_keep_their_answers(sandbox: Sandbox) -> None:
-    answers = at_once([lambda n=n: sandbox.exec(f"echo {n}").stdout for n in range(12)])
+    answers = each(lambda n: sandbox.exec(f"echo {n}").stdout, range(12))
     assert answers == [f"{n}\n" for n in range(12)]
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import urllib.error
 import urllib.request
 import uuid
 
@@ -11,7 +10,7 @@ import pytest
 
 from opendsec import FileNotFound, Sandbox
 
-from .kit import until
+from .kit import status_of_url, until
 
 
 def test_text_and_bytes_are_read_back(sandbox: Sandbox) -> None:
@@ -75,9 +74,7 @@ def test_a_signed_url_needs_no_key(sandbox: Sandbox) -> None:
     url = sandbox.files.download_url("signed.txt", expires_in_s=60)
     with urllib.request.urlopen(url, timeout=30) as answer:
         assert answer.read() == b"by url"
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(url.replace("signature=v1_", "signature=v1_x"), timeout=30)
-    assert caught.value.code in (401, 502)
+    assert status_of_url(url.replace("signature=v1_", "signature=v1_x")) in (401, 502)
 
 
 def test_files_of_a_sibling_are_not_seen(sandbox: Sandbox, make) -> None:  # type: ignore[no-untyped-def]

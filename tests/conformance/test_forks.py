@@ -9,7 +9,7 @@ import pytest
 
 from opendsec import InvalidRequest, OpendsecError, Sandbox
 
-from .kit import TICKER, Bench, Maker, at_once, ticks, until
+from .kit import TICKER, Bench, Maker, each, ticks, until
 from .outside import TALKER, Outside
 
 DEPTH = 5
@@ -60,7 +60,7 @@ def test_eight_children_at_once(make: Maker) -> None:
         child.files.write("own.txt", child.sandbox_id)
         return child.exec("cat then.txt own.txt", check=True).stdout
 
-    answers = at_once([lambda child=child: use(child) for child in children])
+    answers = each(use, children)
     assert answers == [f"then{child.sandbox_id}" for child in children]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from bench.server import agent_route
 from opendsec import Sandbox
 
-from .kit import Bench, Maker, at_once, clock_error_s, identity
+from .kit import Bench, Maker, at_once, clock_error_s, each, identity
 
 CLOCK_ERROR_MAX_S = 0.5
 NOT_OF_CONTAINERS = {"boot id", "machine id"}
@@ -26,7 +26,7 @@ RANDOM_LOOP = (
 
 def assert_all_differ(bench: Bench, sandboxes: list[Sandbox]) -> None:
     """As new processes inside, the API, and the network see them."""
-    seen = at_once([lambda one=one: identity(one) for one in sandboxes])
+    seen = each(identity, sandboxes)
     for what in seen[0]:  # type: ignore[attr-defined]
         if what == "time" or (what in NOT_OF_CONTAINERS and not bench.can.own_kernel):
             continue
@@ -78,7 +78,7 @@ def test_a_running_process_draws_other_randomness_in_each_fork(bench: Bench, mak
         ask = "for i in 1 2 3 4; do cat /tmp/random; echo; sleep 0.3; done"
         return one.exec(ask, check=True).stdout.split()[1:]  # the first may be from before
 
-    drawn = at_once([lambda one=one: next_ones(one) for one in [source, *children]])
+    drawn = each(next_ones, [source, *children])
     values = [value for one in drawn for value in set(one)]  # type: ignore[call-overload]
     assert len(values) >= 8, "the process goes on in every child"
     assert len(set(values)) == len(values), drawn

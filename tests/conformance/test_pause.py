@@ -7,6 +7,7 @@ import pytest
 
 from opendsec import (
     AlreadyPaused,
+    ConnectionFailed,
     InvalidRequest,
     OpendsecError,
     ProcessNotFound,
@@ -164,7 +165,7 @@ def test_a_stream_under_a_pause_waits_or_ends_with_a_typed_error(make: Maker) ->
     one.resume()
     try:
         result = process.wait()
-    except SandboxPaused as exc:
+    except (SandboxPaused, ConnectionFailed) as exc:  # which depends on when it was read
         assert exc.pid == process.pid
         result = one.attach(process.pid).wait()
         assert result.exit_code == 0
@@ -177,7 +178,7 @@ def test_a_second_pause_is_typed(make: Maker) -> None:
     one.pause("filesystem")
     for mode in ("full", "filesystem"):
         with pytest.raises(AlreadyPaused) as caught:
-            one.pause(mode)  # type: ignore[arg-type]
+            one.pause(mode)
         assert caught.value.fault == "user" and not caught.value.retryable
 
 
@@ -254,7 +255,7 @@ def test_a_new_connection_works_after_a_resume(
     bench.own_machine()
     one = make()
     for mode in ("full", "filesystem"):
-        one.pause(mode)  # type: ignore[arg-type]
+        one.pause(mode)
         one.resume()
         talk = f"exec 3<>/dev/tcp/{far.PUBLIC}/{far.PORT}; echo {mode} >&3; head -1 <&3"
         assert one.exec(["timeout", "30", "bash", "-c", talk]).stdout == f"echo {mode}\n"

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from opendsec import OpendsecError
 
-from .kit import Bench, Maker, at_once, until
+from .kit import Bench, Maker, at_once, state_is, until
 
 SETTLED = ("running", "paused", "ended")
 TYPED = {
@@ -34,12 +35,12 @@ def test_pause_kill_exec_and_timeout_have_one_winner(make: Maker) -> None:
         calls: list[Callable[[], object]] = [
             one.pause,
             one.kill,
-            lambda one=one: one.exec("echo x", timeout_s=60).stdout,
-            lambda one=one: one.set_timeout(1),
+            partial(one.exec, "echo x", timeout_s=60),
+            partial(one.set_timeout, 1),
             one.pause,
         ]
         assert_typed(at_once(calls))
-        until(lambda one=one: one.info().state == "ended", "a kill must win in the end")
+        until(state_is(one, "ended"), "a kill must win in the end")
         assert one.info().end_reason in ("killed", "timeout")
 
 
