@@ -177,7 +177,7 @@ class DiskImages:
                 found, virtual_bytes = _convert(file, half / DISK_FILE)
                 for source, target in ((kernel, KERNEL_FILE), (initrd, INITRD_FILE)):
                     if source is not None:
-                        _copy(source, half / target)
+                        copy_sparse(source, half / target)
                 starts = firmware or _guess_firmware(half / DISK_FILE)
                 cmdline = (cmdline or CMDLINE_DEFAULT) if starts == "direct" else ""
                 image = DiskImage(
@@ -246,7 +246,7 @@ def _convert(file: Path, target: Path) -> tuple[ImportedFormat, int]:
         _check_qcow2(file)
     found: ImportedFormat = "qcow2" if is_qcow2 else "raw"
     if found == "raw":
-        _copy(file, target)
+        copy_sparse(file, target)
     else:
         _qemu_img("convert", "-f", "qcow2", "-O", "raw", str(file), str(target),
                   timeout_s=_CONVERT_TIMEOUT_S)  # fmt: skip
@@ -303,7 +303,12 @@ def _qemu_img(*arguments: str, timeout_s: float) -> str:
     return done.stdout
 
 
-def _copy(source: Path, target: Path) -> None:
+def copy_sparse(source: Path, target: Path) -> None:
+    """Copy a file without its holes, sharing blocks where the file system can. Blocks.
+
+    Raises:
+        DiskImageError: it cannot be read, or there is no room.
+    """
     done = subprocess.run(
         ["cp", "--sparse=always", "--reflink=auto", "--", str(source), str(target)],
         capture_output=True,

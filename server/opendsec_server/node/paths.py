@@ -98,6 +98,11 @@ class NodePaths:
         """Saved memory and disks that machines start from."""
         return self.pool / "templates"
 
+    @property
+    def disk_bases(self) -> Path:
+        """Disk images that full virtual machines' disks share blocks with."""
+        return self.pool / "bases"
+
     def machine_disk(self, sandbox_id: str) -> Path:
         """The writable disk of a virtual machine."""
         return self.disk(sandbox_id) / MACHINE_DISK
@@ -105,6 +110,14 @@ class NodePaths:
     def kept_disk(self, sandbox_id: str) -> Path:
         """The disk as it was when the memory beside it was saved; there while it is resumed."""
         return self.saved_memory(sandbox_id) / MACHINE_DISK
+
+    def kept_disks(self, sandbox_id: str) -> list[Path]:
+        """All files of the machine that are kept so: those beside the memory whose like is one
+        level above."""
+        memory, disk = self.saved_memory(sandbox_id), self.disk(sandbox_id)
+        if not memory.is_dir():
+            return []
+        return [path for path in memory.iterdir() if (disk / path.name).is_file()]
 
     def saved_memory(self, sandbox_id: str) -> Path:
         """Memory of a paused virtual machine, beside its disk."""

@@ -246,7 +246,8 @@ class Suspend:
             return
         self._lifecycle.watch(box)
         # The saved memory stays while the machine maps it: the next pause stores differences.
-        self._paths.kept_disk(box.sandbox_id).unlink(missing_ok=True)
+        for kept in self._paths.kept_disks(box.sandbox_id):
+            kept.unlink()
         if box.record.ram_base is None:
             saved = self._paths.saved_memory(box.sandbox_id)
             await finish_in_thread(shutil.rmtree, saved, True)
@@ -268,7 +269,8 @@ class Suspend:
             box.restore_from = None
 
     def _put_back_disk(self, box: Sandbox) -> None:
-        self._paths.kept_disk(box.sandbox_id).replace(self._paths.machine_disk(box.sandbox_id))
+        for kept in self._paths.kept_disks(box.sandbox_id):
+            kept.replace(self._paths.disk(box.sandbox_id) / kept.name)
 
     async def _stay_paused(self, box: Sandbox, backend: Backend) -> None:
         if box.state is not State.RESUMING:

@@ -19,7 +19,7 @@ from opendsec_server.node.process import finish_in_thread
 from opendsec_server.node.sandbox import Sandbox
 from opendsec_server.node.services import Services
 from opendsec_server.node.storage.reflink import clone_file
-from opendsec_server.node.vmm.base import Vmm
+from opendsec_server.node.vmm.base import VmConfig, Vmm
 
 _LOOK_AGAIN_S = 0.005
 _MIB = 1024 * 1024
@@ -40,14 +40,13 @@ class Machine:
     async def setup(self, box: Sandbox) -> None:
         """Start the VMM, and learn its process so that it cannot be confused with another."""
         spec = box.spec
-        guest = await self._guests.get()
         run_dir = self._paths.machine_run(spec.sandbox_id)
         run_dir.mkdir(mode=0o700)
         memory_mb = spec.memory_mb + limits.VMM_MEMORY_OVERHEAD_MB
         cgroups = self._cgroups.create(
             spec.sandbox_id, Limits(spec.cpu, memory_mb * _MIB, limits.VMM_PIDS_MAX)
         )
-        config = vm_config(self._services, box, guest, tuple(cgroups))
+        config = await self._config(box, tuple(cgroups))
         if box.restore_from is None:
             box.record.ram_base = None
             pid = await self._vmm.boot(config)
@@ -62,6 +61,9 @@ class Machine:
         box.record.boot_id = self._services.boot_id
         if box.record.pid_ticks is None:
             raise SandboxStartFailed(f"the VMM ended at once: {self._vmm.console_tail(run_dir)}")
+
+    async def _config(self, box: Sandbox, cgroups: tuple[Path, ...]) -> VmConfig:
+        return vm_config(self._services, box, await self._guests.get(), cgroups)
 
     def _protect_disk(self, box: Sandbox) -> None:
         """Memory and disk belong together: what a failed resume writes to the disk is undone by

@@ -126,7 +126,11 @@ class DiskPool:
                 btrfs.destroy_subvolume(self._paths.disks, name)
             for name in self.snapshots():
                 self.destroy_snapshot(name)
-            for directory in (self._paths.templates, self._paths.blank_disks):
+            for directory in (
+                self._paths.templates,
+                self._paths.blank_disks,
+                self._paths.disk_bases,
+            ):
                 shutil.rmtree(directory, ignore_errors=True)
         mountns.unmount_everywhere(target)
         await self._wait_released()

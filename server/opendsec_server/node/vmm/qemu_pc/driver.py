@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The driver. Process, control protocol, the console's bound, freeze and save are those of the
+microVM driver; machine, firmware, screen and interactive console are its own."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import msgspec
+
+from opendsec_server.contract.errors import SandboxStartFailed
+from opendsec_server.node.process import finish_in_thread
+from opendsec_server.node.vmm import manifest as saved
+from opendsec_server.node.vmm import ramtool
+from opendsec_server.node.vmm.base import DEVICES_FILE, RAM_FILE, SUMS_FILE, VmConfig, VmmInfo
+from opendsec_server.node.vmm.launch import Descriptors
+from opendsec_server.node.vmm.qemu.driver import Notes, QemuVmm, _Start, _until_loaded
+from opendsec_server.node.vmm.qemu.program import VmDescriptors
+from opendsec_server.node.vmm.qemu.qmp import Qmp, listen
+
+from .config import PcConfig
+from .program import MACHINE, OVERHEAD_MB, PcDescriptors, command_line, find_bios
+
+CONSOLE_SOCKET = "console.sock"
+SCREEN_SOCKET = "vnc.sock"
+
+
+class QemuPcVmm(QemuVmm):
+    """See ``Vmm``. Its configurations are ``PcConfig``."""
+
+    bios: Path
+    """SeaBIOS, once ``probe`` has run."""
+
+    async def probe(self) -> VmmInfo:
+        """Find QEMU and its firmware."""
+        info = await super().probe()
+        self.bios = find_bios()
+        self._info = msgspec.structs.replace(info, overhead_mb=OVERHEAD_MB)
+        return self._info
+
+    async def boot(self, config: VmConfig) -> int:
+        """From the first disk, or from the kernel."""
+        async with _PcStart(self, config, None) as start:
+            async with start.control() as qmp:
+                await _serve_screen(qmp, start.fds)
+            start.keep()
+        return start.pid
+
+    async def restore(self, config: VmConfig, memory: Path) -> int:
+        """From saved memory."""
+        found = saved.read_manifest(memory)
+        saved.require_compatible(
+            found, self.info, machine=MACHINE, tsc_khz=self._tsc_khz, config=config
+        )
+        saved.require_whole(memory, found)
+        async with _PcStart(self, config, memory) as start:
+            async with start.control() as qmp:
+                assert start.fds.ram is not None
+                await ramtool.map_file(
+                    SandboxStartFailed,
+                    pid=start.pid,
+                    ram_bytes=config.ram_bytes,
+                    fd=start.fds.ram,
+                )
+                await qmp.execute("migrate-incoming", uri=f"fd:{start.fds.devices}")
+                await _until_loaded(qmp)
+                await _serve_screen(qmp, start.fds)
+                await qmp.execute("cont")
+            start.keep()
+        return start.pid
+
+    async def check(self, memory: Path) -> None:
+        """Everything."""
+        found = saved.read_manifest(memory)
+        saved.require_compatible(found, self.info, machine=MACHINE, tsc_khz=self._tsc_khz)
+        await finish_in_thread(saved.require_whole, memory, found)
+        await finish_in_thread(saved.require_sums_whole, memory, found)
+        await ramtool.check(memory / RAM_FILE, memory / SUMS_FILE)
+
+    def new_notes(self, config: VmConfig, ram_fd: int | None) -> Notes:
+        """What to note of a machine."""
+        described = saved.new_manifest(self.info, config, machine=MACHINE, tsc_khz=self._tsc_khz)
+        return Notes(manifest=described, ram_fd=ram_fd)
+
+    def command_line(self, config: VmConfig, fds: VmDescriptors) -> list[str]:
+        """QEMU's arguments for a machine."""
+        assert isinstance(config, PcConfig)
+        assert isinstance(fds, PcDescriptors)
+        return command_line(self.info.path, config, self._accelerator, fds)
+
+
+class _PcStart(_Start):
+    """Opens what a full machine has beyond a small one."""
+
+    def _open_files(self, given: Descriptors, control: int) -> PcDescriptors:
+        config = self._config
+        assert isinstance(config, PcConfig)
+        assert self._console is not None
+        kernel = initramfs = ram = devices = variables = None
+        if config.direct:
+            kernel = given.open(config.kernel, os.O_RDONLY)
+            if config.initramfs.exists():
+                initramfs = given.open(config.initramfs, os.O_RDONLY)
+        if config.variables is not None:
+            variables = given.open(config.variables, os.O_RDWR)
+        if self._memory is not None:
+            ram = given.open(self._memory / RAM_FILE, os.O_RDONLY)
+            devices = given.open(self._memory / DEVICES_FILE, os.O_RDONLY)
+        if config.devices:
+            # The device reads and writes the guest's memory: all of it stays where it is.
+            unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, unlimited)
+        sockets = []
+        for name in (CONSOLE_SOCKET, SCREEN_SOCKET):
+            with listen(config.run_dir / name) as server:
+                sockets.append(given.add(server.fileno()))
+        return PcDescriptors(
+            netns=given.add(config.netns_fd),
+            tap=given.reserve(),
+            control=given.add(control),
+            disks=tuple(
+                given.open(disk.path, os.O_RDONLY if disk.read_only else os.O_RDWR)
+                for disk in config.disks
+            ),
+            kernel=kernel,
+            initramfs=initramfs,
+            ram=ram,
+            devices=devices,
+            firmware=given.open(config.firmware, os.O_RDONLY),
+            variables=variables,
+            console=sockets[0],
+            console_log=given.add(self._console.writer),
+            screen=sockets[1],
+        )
+
+
+async def _serve_screen(qmp: Qmp, fds: VmDescriptors) -> None:
+    """The option ``-vnc`` takes no open socket; the control protocol does."""
+    assert isinstance(fds, PcDescriptors)
+    place = {"type": "fd", "str": str(fds.screen)}
+    await qmp.execute("display-update", type="vnc", addresses=[place])
