@@ -14,7 +14,7 @@ from . import ops
 from .auth import require_key
 from .e2b import handlers as e2b
 from .errors import handle_error
-from .native import account, sandboxes, states
+from .native import account, consoles, sandboxes, states
 from .native.openapi import document_handler
 from .observe import Observed
 
@@ -23,7 +23,12 @@ NATIVE_PREFIX = "/v1"
 
 def build_api_app(services: Services) -> ASGIApp:
     """The application for ``config.api_socket``."""
-    native = [*sandboxes.HANDLERS, *states.HANDLERS, *account.HANDLERS]
+    native = [
+        *sandboxes.HANDLERS,
+        *states.HANDLERS,
+        *consoles.HANDLERS,
+        *account.HANDLERS,
+    ]
     app = Litestar(
         [
             *ops.HANDLERS,

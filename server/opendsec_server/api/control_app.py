@@ -66,6 +66,22 @@ async def route(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     return answer(found)
 
 
+@get("/consoles/{sandbox_id:str}")
+async def console(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
+    """Where the console or screen (``kind``) of a running sandbox is served, if the header brings
+    its access token."""
+    name = segment(sandbox_id)
+    kind = Query(request).text("kind")
+    if not is_sandbox_id(name):
+        raise SandboxNotFound("there is no such sandbox")
+    if kind not in ("console", "vnc"):
+        raise InvalidRequest("kind: console or vnc")
+    socket = await services_of(request).routes.console(
+        name, "vnc" if kind == "vnc" else "console", request.headers.get(ACCESS_HEADER)
+    )
+    return answer({"socket": socket})
+
+
 @get("/invalidations")
 async def invalidations(request: Request) -> Stream:
     """Endless lines of JSON: which routes to forget."""
@@ -81,7 +97,7 @@ async def invalidations(request: Request) -> Stream:
 def build_control_app(services: Services) -> ASGIApp:
     """The application for ``config.control_socket``."""
     app = Litestar(
-        [route_by_signature, route, invalidations],
+        [route_by_signature, route, console, invalidations],
         openapi_config=None,
         logging_config=None,
         exception_handlers={Exception: handle_error},

@@ -338,6 +338,7 @@ class Creates:
             auto_resume=record.auto_resume,
             snapshot_id=record.snapshot_id,
             network=record.network,
+            vm=record.extra.vm,
             default_user=default_user or "user",
             default_workdir=record.default_workdir,
             access_token=self._mint.access(record.sandbox_id),

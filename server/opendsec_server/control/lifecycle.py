@@ -37,6 +37,7 @@ from .creates import Creates
 from .iam import Caller
 from .invalidations import Invalidations
 from .ledger import PAUSES, Ledger, change_from_status, with_status
+from .metrics import ControlMetrics
 from .params import check_network, check_timeout
 
 log = structlog.get_logger(__name__)
@@ -79,12 +80,14 @@ class Lifecycle:
         creates: Creates,
         ledger: Ledger,
         invalidations: Invalidations,
+        metrics: ControlMetrics,
     ) -> None:
         self._store = store
         self._node = node
         self._creates = creates
         self._ledger = ledger
         self._invalidations = invalidations
+        self._metrics = metrics
         self._pauses: Attempts[Paused] = Attempts("pause")
         self._resumes: Attempts[Connected] = Attempts("resume")
         self._resuming: dict[str, asyncio.Task[Connected]] = {}
@@ -252,7 +255,9 @@ class Lifecycle:
     async def _resume(self, record: SandboxRecord, timeout_s: float, *, reboot: bool) -> Connected:
         name = record.sandbox_id
         async with self._place_for(record):
-            status = await self._node.resume(name, end_at=time.time() + timeout_s, reboot=reboot)
+            end_at = time.time() + timeout_s
+            with self._metrics.timed("resume", record.backend):
+                status = await self._node.resume(name, end_at=end_at, reboot=reboot)
             # Its address may be another one now.
             self._invalidations.publish(name)
             await self._record(status)
@@ -296,7 +301,8 @@ class Lifecycle:
     async def _pause(self, record: SandboxRecord, mode: StateMode) -> Paused:
         name = record.sandbox_id
         self._invalidations.publish(name)
-        report = await self._node.pause(name, mode)
+        with self._metrics.timed("pause", record.backend):
+            report = await self._node.pause(name, mode)
         self._invalidations.publish(name)
         await self._record(report.status)
         log.info(

@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from opendsec_server.contract.errors import OpendsecError
 
 _LATENCY_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
@@ -29,6 +35,13 @@ class ControlMetrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=self._registry,
         )
+        self.state_s = Histogram(
+            "opendsec_sandbox_operation_duration_seconds",
+            "Time of a pause, resume, snapshot or fork, by outcome.",
+            ("operation", "backend", "outcome"),
+            buckets=_LATENCY_BUCKETS_S,
+            registry=self._registry,
+        )
         self.errors = Counter(
             "opendsec_errors",
             "Errors answered, by code and whose fault they are.",
@@ -50,6 +63,20 @@ class ControlMetrics:
         self.store_up = Gauge(
             "opendsec_store_up", "1 if the database answers, else 0.", registry=self._registry
         )
+
+    @contextlib.contextmanager
+    def timed(self, operation: str, backend: str) -> Iterator[None]:
+        """Measure an operation on a sandbox; an error's code is its outcome."""
+        started, outcome = time.perf_counter(), "unknown"
+        try:
+            yield
+            outcome = "ok"
+        except OpendsecError as exc:
+            outcome = exc.code
+            raise
+        finally:
+            took_s = time.perf_counter() - started
+            self.state_s.labels(operation, backend, outcome).observe(took_s)
 
     def set_sandboxes(self, counts: dict[tuple[str, str], int]) -> None:
         """Replace the live counts, keyed by state and backend."""

@@ -12,12 +12,24 @@ import msgspec
 
 from opendsec_server.contract import limits
 from opendsec_server.contract.errors import InvalidRequest, NotSupported
-from opendsec_server.contract.node import Backend, NetworkPolicy, OnTimeout, StateMode
+from opendsec_server.contract.node import (
+    Backend,
+    NetworkPolicy,
+    OnTimeout,
+    StateMode,
+    VmOptions,
+)
 from opendsec_server.store.records import SandboxExtra
 
 AGENT_PORT = 49_983
 HOST_MASK_CHARS_MAX = 255
 _DOMAIN_RE = re.compile(r"(\*\.)?([a-zA-Z0-9_]([a-zA-Z0-9_-]{0,61}[a-zA-Z0-9_])?\.?)+")
+_PCI_RE = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
+_USER_DATA_BEGINNINGS = (
+    "#cloud-config", "#!", "#include", "#cloud-boothook", "#part-handler", "## template: jinja",
+)  # fmt: skip
+_MIME_MARK = "mime-version:"
+_MIME_HEAD_CHARS = 4_096
 _HOST_MASK_RE = re.compile(r"[A-Za-z0-9._:\[\]${}-]+")
 
 
@@ -81,6 +93,46 @@ def check_params(params: CreateParams) -> None:
         check_text("task_id", params.task_id, limits.TASK_ID_CHARS_MAX)
     check_text("template", params.template, limits.NAME_CHARS_MAX)
     check_network(params.network)
+    if params.extra.vm is not None:
+        check_vm(params.extra.vm)
+
+
+def check_vm(options: VmOptions) -> None:
+    """Check what is asked of a full virtual machine, as far as no node is needed for it.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    if len(options.disks) > limits.VM_DISKS_MAX:
+        raise InvalidRequest(f"vm.disks: at most {limits.VM_DISKS_MAX}")
+    for disk in options.disks:
+        if disk.image is not None:
+            check_text("vm.disks.image", disk.image, limits.NAME_CHARS_MAX)
+        if not (disk.image is not None and disk.size_mb == 0) and not (
+            1 <= disk.size_mb <= limits.DISK_MB_MAX
+        ):
+            raise InvalidRequest(f"vm.disks.size_mb: 1 to {limits.DISK_MB_MAX}")
+    if len(options.devices) > limits.VM_DEVICES_MAX:
+        raise InvalidRequest(f"vm.devices: at most {limits.VM_DEVICES_MAX}")
+    for address in options.devices:
+        if _PCI_RE.fullmatch(address) is None:
+            raise InvalidRequest(
+                f"vm.devices: `{address[:32]}` is no PCI address such as `0000:65:00.0`"
+            )
+    data = options.user_data
+    if data is None:
+        return
+    if len(data.encode(errors="replace")) > limits.USER_DATA_BYTES_MAX or "\0" in data:
+        raise InvalidRequest(
+            f"vm.user_data: more than {limits.USER_DATA_BYTES_MAX} bytes, or NUL in it"
+        )
+    is_mime = _MIME_MARK in data[:_MIME_HEAD_CHARS].lower()
+    if not is_mime and not data.startswith(_USER_DATA_BEGINNINGS):
+        raise InvalidRequest(
+            "vm.user_data: cloud-init does not take this; it begins with none of "
+            + ", ".join(f"`{text}`" for text in _USER_DATA_BEGINNINGS),
+            remediation="Begin with `#cloud-config` and YAML, or with `#!` and a script.",
+        )
 
 
 def check_labels(labels: list[str]) -> None:

@@ -16,7 +16,7 @@ from opendsec_server.contract.errors import (
     Unauthenticated,
 )
 from opendsec_server.contract.limits import AUTO_RESUME_TIMEOUT_S_MIN
-from opendsec_server.contract.node import NodeClient, Route
+from opendsec_server.contract.node import ConsoleKind, NodeClient, Route
 from opendsec_server.contract.signatures import file_signature
 from opendsec_server.contract.states import State
 from opendsec_server.store import sandboxes
@@ -45,6 +45,7 @@ class Routes:
         self._lifecycle = lifecycle
         self._mint = mint
         self._resumes: dict[str, asyncio.Task[Connected]] = {}
+        self._searching = asyncio.Lock()
 
     async def find(
         self,
@@ -102,14 +103,8 @@ class Routes:
         except SandboxNotFound:
             if _expired(expiration):
                 raise
-            names = await sandboxes.ids_to_wake(self._store)
-            for sandbox_id in names:
-                made = file_signature(
-                    path, operation, username, self._mint.access(sandbox_id), expiration
-                )
-                if hmac.compare_digest(made.encode(), signature.encode()):
-                    break
-            else:
+            sandbox_id = await self._signer(path, operation, username, signature, expiration)
+            if sandbox_id is None:
                 raise
         return await self.find(
             sandbox_id,
@@ -117,6 +112,37 @@ class Routes:
             access_token=self._mint.access(sandbox_id),
             traffic_token=None,
         )
+
+    async def _signer(
+        self, path: str, operation: str, username: str, signature: str, expiration: str | None
+    ) -> str | None:
+        def search(sandbox_ids: list[str]) -> str | None:
+            for sandbox_id in sandbox_ids:
+                token = self._mint.access(sandbox_id)
+                made = file_signature(path, operation, username, token, expiration)
+                if hmac.compare_digest(made.encode(), signature.encode()):
+                    return sandbox_id
+            return None
+
+        # One at a time, and not on the event loop: anybody can send signatures that fit nothing.
+        async with self._searching:
+            return await asyncio.to_thread(search, await sandboxes.ids_to_wake(self._store))
+
+    async def console(self, sandbox_id: str, kind: ConsoleKind, access_token: str | None) -> str:
+        """Path of the socket of a running sandbox's console or screen, for its access token.
+
+        Raises:
+            Unauthenticated: the token is missing or wrong, or there is no such sandbox.
+            StateConflict: it does not run now.
+            NotSupported: its backend has none.
+        """
+        # The token is the sandbox's by its id alone: so nobody learns which sandboxes exist.
+        if not _fits(access_token, self._mint.access(sandbox_id)):
+            raise Unauthenticated(
+                "the sandbox's access token is missing or wrong",
+                remediation="Send X-Access-Token with the token that the create call returned.",
+            )
+        return await self._node.console(sandbox_id, kind)
 
     async def _waking(self, sandbox_id: str, conflict: StateConflict) -> SandboxRecord:
         record = await sandboxes.get_sandbox(self._store, sandbox_id)

@@ -50,6 +50,7 @@ from .backends import Backends
 from .creates import Creates
 from .iam import Caller
 from .lifecycle import Lifecycle
+from .metrics import ControlMetrics
 from .params import check_labels, check_map, check_timeout, digest
 from .snapshots import Snapshots
 from .templates import DEFAULT_TAG, Reference, Templates
@@ -136,6 +137,7 @@ class Saving:
         templates: Templates,
         snapshots: Snapshots,
         backends: Backends,
+        metrics: ControlMetrics,
     ) -> None:
         self._store = store
         self._node = node
@@ -145,6 +147,7 @@ class Saving:
         self._templates = templates
         self._snapshots = snapshots
         self._backends = backends
+        self._metrics = metrics
         self._started_at = time.time()
         self._saves: Attempts[Saved] = Attempts("snapshot")
         self._forks: Attempts[Forked] = Attempts("fork")
@@ -222,7 +225,7 @@ class Saving:
         claim: IdempotencyClaim | None,
     ) -> Saved:
         while True:
-            wanted = self._new_row(record, mode, name=name, tag=tag, keyed=claim is not None)
+            wanted = await self._new_row(record, mode, name=name, tag=tag, keyed=claim is not None)
             with self._flying(wanted.snapshot_id):
                 earlier = await rows.begin_snapshot(self._store, wanted, claim)
                 if earlier is None:
@@ -255,9 +258,11 @@ class Saving:
         """Let the node take it, and record it. On failure nothing of it is left."""
         name = wanted.snapshot_id
         try:
-            taken = await self._node.snapshot(
-                wanted.source_id, name, mode=wanted.mode, ephemeral=wanted.ephemeral
-            )
+            # For as long the source may stand still.
+            with self._metrics.timed("snapshot", wanted.backend):
+                taken = await self._node.snapshot(
+                    wanted.source_id, name, mode=wanted.mode, ephemeral=wanted.ephemeral
+                )
         except (NodeUnavailable, asyncio.CancelledError):
             self._unsettled.add(name)
             raise
@@ -304,7 +309,7 @@ class Saving:
         except StoreUnavailable:
             self._unsettled.add(snapshot_id)
 
-    def _new_row(
+    async def _new_row(
         self,
         record: SandboxRecord,
         mode: StateMode,
@@ -314,6 +319,11 @@ class Saving:
         keyed: bool,
         ephemeral: bool = False,
     ) -> Snapshot:
+        image = record.image
+        if image is None:
+            # Made by an older release, or adopted.
+            template = await self._templates.by_id(record.template_id)
+            image = template.image if template else record.template
         return Snapshot(
             snapshot_id=new_snapshot_id(),
             project_id=record.project_id,
@@ -328,7 +338,7 @@ class Saving:
             mode=mode,
             template_id=record.template_id,
             template=record.template,
-            image=record.image or record.template,
+            image=image,
             cpu=record.cpu,
             memory_mb=record.memory_mb,
             disk_mb=record.disk_mb,
@@ -369,13 +379,14 @@ class Saving:
         self, source: SandboxRecord, params: ForkParams, claim: IdempotencyClaim | None
     ) -> Forked:
         while True:
-            base = self._new_row(source, params.mode, keyed=claim is not None, ephemeral=True)
+            base = await self._new_row(source, params.mode, keyed=claim is not None, ephemeral=True)
             names = [new_sandbox_id(self._node_id) for _ in range(params.count)]
             planned = _pack([_KeptChild(sandbox_id=name) for name in names])
             with self._flying(base.snapshot_id):
                 earlier = await rows.begin_snapshot(self._store, base, claim, planned)
                 if earlier is None:
-                    children = await self._make_children(source, base, params, names)
+                    with self._metrics.timed("fork", source.backend):
+                        children = await self._make_children(source, base, params, names)
                     return Forked(children=children, replayed=False)
             children = await self._children_of(earlier)
             if children:

@@ -70,6 +70,7 @@ class Services:
             creates=self.creates,
             ledger=ledger,
             invalidations=self.invalidations,
+            metrics=self.metrics,
         )
         self.saving = Saving(
             store=store,
@@ -80,6 +81,7 @@ class Services:
             templates=self.templates,
             snapshots=self.snapshots,
             backends=self.backends,
+            metrics=self.metrics,
         )
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(

@@ -14,6 +14,7 @@ from opendsec_server.contract.node import (
     NetworkPolicy,
     OnTimeout,
     StateMode,
+    VmOptions,
 )
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 
@@ -70,6 +71,8 @@ class SandboxExtra(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     """E2B: None means that the caller did not say."""
     mcp: dict[str, Any] | None = None
     """E2B: configuration of an MCP gateway, which the SDK itself starts."""
+    vm: VmOptions | None = None
+    """Of a full virtual machine: for the node to decide."""
 
 
 class SandboxRecord(msgspec.Struct, kw_only=True, frozen=True):

@@ -6,7 +6,13 @@ from __future__ import annotations
 from opendsec_server.api.http import rfc3339
 from opendsec_server.api.protocol import ENVD_VERSION
 from opendsec_server.contract.errors import OpendsecError
-from opendsec_server.contract.node import MetricSample, NetworkPolicy, PauseReport
+from opendsec_server.contract.node import (
+    MetricSample,
+    NetworkPolicy,
+    PauseReport,
+    VmDisk,
+    VmOptions,
+)
 from opendsec_server.contract.states import State
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.saving import Child
@@ -35,6 +41,17 @@ def params_of(body: schemas.CreateSandbox) -> CreateParams:
         pause_mode=body.pause_mode,
         auto_resume=body.auto_resume,
         network=policy_of(body.network),
+        extra=records.SandboxExtra(vm=None if body.vm is None else vm_of(body.vm)),
+    )
+
+
+def vm_of(vm: schemas.Vm) -> VmOptions:
+    """The machine that a body describes."""
+    return VmOptions(
+        firmware=vm.firmware,
+        disks=tuple(VmDisk(size_mb=disk.size_mb or 0, image=disk.image) for disk in vm.disks),
+        user_data=vm.user_data,
+        devices=tuple(vm.devices),
     )
 
 

@@ -293,7 +293,7 @@ async def set_timeout(request: Request, sandbox_id: FromPath[str]) -> Response[b
         Operation(
             tag=TAG,
             summary="Replace a sandbox's network policy",
-            description="Fields left out take their defaults. Applies at once.",
+            description="Fields left out take their defaults. Applies at once; only while it runs.",
             request=schemas.Network,
             response=schemas.Sandbox,
             errors=(*BODY, SandboxNotFound, StateConflict, NotSupported, NodeUnavailable),
@@ -316,7 +316,8 @@ async def set_network(request: Request, sandbox_id: FromPath[str]) -> Response[b
         Operation(
             tag=TAG,
             summary="Get a sandbox's metrics",
-            description="Readings of CPU, memory and disk, every few seconds, kept for an hour.",
+            description="Readings of CPU, memory and disk, every few seconds, kept for an hour; "
+            "also answered while it is paused.",
             response=schemas.MetricSamples,
             parameters=(
                 Parameter(

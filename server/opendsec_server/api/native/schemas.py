@@ -13,6 +13,7 @@ from opendsec_server.contract.node import (
     Accelerator,
     Backend,
     BackendInfo,
+    Firmware,
     NodeInfo,
     OnTimeout,
     StateMode,
@@ -113,6 +114,48 @@ class Network(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = []
 
 
+class VmDisk(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One more disk of a full virtual machine: `/dev/disk/by-id/virtio-data1` and so on."""
+
+    size_mb: Annotated[
+        Annotated[int, Meta(ge=1, le=limits.DISK_MB_MAX)] | None,
+        Meta(description="Size in MiB. Default: the image's; without one it must be given."),
+    ] = None
+    image: Annotated[
+        Name | None, Meta(description="A disk image to begin with. Default: empty, unformatted.")
+    ] = None
+
+
+class Vm(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What only full virtual machines have."""
+
+    firmware: Annotated[
+        Firmware | None,
+        Meta(
+            description="`bios`, `uefi`, or `direct`: the kernel imported with the image. Default: "
+            "as the image was imported."
+        ),
+    ] = None
+    disks: Annotated[list[VmDisk], Meta(max_length=limits.VM_DISKS_MAX)] = []
+    user_data: Annotated[
+        Annotated[str, Meta(max_length=limits.USER_DATA_BYTES_MAX)] | None,
+        Meta(
+            description="For the guest's cloud-init, in any format it takes.",
+            examples=["#cloud-config\npackages: [nginx]\n"],
+        ),
+    ] = None
+    devices: Annotated[
+        list[Annotated[str, Meta(max_length=12)]],
+        Meta(
+            max_length=limits.VM_DEVICES_MAX,
+            description="PCI addresses of the node's devices to pass through (VFIO). The node's "
+            "`passthrough_devices` must list them, and IOMMU groups are given whole. The memory of "
+            "such a machine cannot be saved.",
+            examples=[["0000:65:00.0"]],
+        ),
+    ] = []
+
+
 class CreateSandbox(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A sandbox to make. Every field has a default."""
 
@@ -173,6 +216,9 @@ class CreateSandbox(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         ),
     ] = None
     network: Network = Network()
+    vm: Annotated[
+        Vm | None, Meta(description="Only with templates that are disk images (backend `vm`).")
+    ] = None
 
 
 class SetTimeout(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -300,6 +346,14 @@ class Sandbox(Struct, kw_only=True, frozen=True, omit_defaults=True):
         str | None,
         Meta(description="Opens user ports that are not public. Not in lists."),
     ] = None
+
+
+class Console(Struct, kw_only=True, frozen=True):
+    """What a serial console printed."""
+
+    text: Annotated[
+        str, Meta(description="The end of it since the machine last started, at most 64 KiB.")
+    ]
 
 
 class PauseReport(Struct, kw_only=True, frozen=True):

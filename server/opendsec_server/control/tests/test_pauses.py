@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 import pytest
+import sqlalchemy as sa
 
 from opendsec_server.config import Config
 from opendsec_server.contract.errors import (
@@ -32,6 +33,7 @@ from opendsec_server.contract.states import EndReason, State
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.services import Services
 from opendsec_server.store.records import SandboxExtra
+from opendsec_server.store.tables import PROJECTS
 
 from .conftest import first_caller
 from .fake_node import FakeNode
@@ -233,10 +235,8 @@ async def test_pause_by_timeout(services: Services, node: FakeNode, caller: Call
 
 
 async def limit(services: Services, count: int) -> None:
-    def work(connection: object) -> None:
-        connection.exec_driver_sql(  # type: ignore[attr-defined]
-            "UPDATE projects SET sandboxes_max = ?", (count,)
-        )
+    def work(connection: sa.Connection) -> None:
+        connection.execute(sa.update(PROJECTS).values(sandboxes_max=count))
 
     await services.store.write(work)
 

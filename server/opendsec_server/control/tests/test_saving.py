@@ -513,7 +513,7 @@ async def test_store_breaks_in_the_middle(
         node.between = wait
         opened.clear()
         there.clear()
-        call = asyncio.create_task(work)  # type: ignore[arg-type]
+        call = asyncio.create_task(work)
         await there.wait()
         with broken_store(services):
             opened.set()
@@ -638,7 +638,7 @@ async def test_default_backend(config: Config, node: FakeNode) -> None:
         ("kvm", "container", "container"),
     ):
         fake = FakeNode(microvm=microvm)  # type: ignore[arg-type]
-        changed = msgspec.structs.replace(config, default_backend=wish)  # type: ignore[arg-type]
+        changed = msgspec.structs.replace(config, default_backend=wish)
         services = await Services.start(changed, fake)
         caller = await first_caller(services)
         name = await make(services, caller)

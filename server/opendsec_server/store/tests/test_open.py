@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config as AlembicConfig
 from alembic.migration import MigrationContext
@@ -20,12 +21,14 @@ from alembic.script import ScriptDirectory
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.contract.errors import StoreUnavailable
 from opendsec_server.store import migrate
+from opendsec_server.store.accounts import all_templates
 from opendsec_server.store.errors import (
     StoreCorrupt,
     StoreLocked,
     StoreSchemaNewer,
     StoreUnreachable,
 )
+from opendsec_server.store.sandboxes import get_sandbox
 from opendsec_server.store.store import Store
 from opendsec_server.store.tables import METADATA
 
@@ -54,6 +57,44 @@ async def test_migrations_make_the_tables_of_the_code(tmp_path: Path) -> None:
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
     engine.dispose()
+
+
+async def test_records_of_the_release_before_are_kept(tmp_path: Path) -> None:
+    """A database of schema 0001 with a sandbox in it."""
+    database = await make(tmp_path)
+    database.unlink()
+    engine = sa.create_engine(f"sqlite:///{database}")
+    with engine.begin() as connection:
+        config = AlembicConfig()
+        config.set_main_option("script_location", str(migrate.MIGRATIONS))
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        connection.exec_driver_sql("INSERT INTO projects VALUES ('p', 'p', 10, 0)")
+        connection.exec_driver_sql(
+            "INSERT INTO templates VALUES ('t', NULL, 'base', 'base', 1, 2, 1024, 1024, 'user', "
+            "NULL, 0, 0)"
+        )
+        values = {
+            **{"sandbox_id": "i1", "project_id": "p", "node_id": "n", "template_id": "t"},
+            **{"template": "base", "backend": "container", "state": "running", "cpu": 2},
+            **{"memory_mb": 1024, "disk_mb": 1024, "env": "{}", "metadata": ",", "labels": ","},
+            **{"created_at": 1, "end_at": 2, "on_timeout": "kill", "network": "{}"},
+            **{"extra": "{}", "transitions": 2},
+        }
+        names = ", ".join(values)
+        connection.execute(
+            sa.text(f"INSERT INTO sandboxes ({names}) VALUES (:{', :'.join(values)})"), values
+        )
+    engine.dispose()
+    store = await Store.open(config_at(tmp_path))
+    record = await get_sandbox(store, "i1")
+    assert record is not None
+    assert (record.pause_mode, record.auto_resume, record.timeout_s) == ("full", False, 300.0)
+    assert (record.node_seq, record.image, record.snapshot_id) == (0, None, None)
+    (template,) = await all_templates(store)
+    assert template.backend is None
+    await store.close()
 
 
 async def test_revision_constant_is_the_newest_script() -> None:
@@ -106,6 +147,7 @@ _OPEN = """
 import asyncio, os, sys
 from opendsec_server.config import Config
 from opendsec_server.store.errors import StoreReadOnly
+from opendsec_server.store.sandboxes import get_sandbox
 from opendsec_server.store.store import Store
 os.setgid(65534); os.setuid(65534)
 try:

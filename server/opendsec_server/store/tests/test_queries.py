@@ -24,17 +24,19 @@ from opendsec_server.contract.states import (
     State,
     can_move,
 )
-from opendsec_server.store import accounts, packing, sandboxes
+from opendsec_server.store import accounts, packing, sandboxes, snapshots
 from opendsec_server.store.changes import apply_changes, steps
-from opendsec_server.store.creates import begin_create
+from opendsec_server.store.creates import begin_create, check_place
 from opendsec_server.store.records import (
     ApiKey,
     IdempotencyClaim,
     Project,
     SandboxRecord,
+    Snapshot,
     StateChange,
 )
 from opendsec_server.store.sandboxes import SandboxFilter
+from opendsec_server.store.snapshots import SnapshotFilter
 from opendsec_server.store.store import Store
 
 PROJECT = Project(project_id="p", name="p", sandboxes_max=1_000, created_at=0.0)
@@ -196,6 +198,139 @@ async def test_changes_follow_the_table(store: Store) -> None:
     assert [t.to_state for t in kept] == [State.STARTING, State.RUNNING, State.ENDED]
     assert kept[0].from_state is State.PENDING
     assert await apply_changes(store, []) == []
+
+
+async def test_reports_are_ordered_by_the_nodes_count(store: Store) -> None:
+    await begin_create(store, record_of(1), None)
+    name = record_of(1).sandbox_id
+
+    async def applied(*changes: StateChange) -> list[bool]:
+        done = await apply_changes(store, changes)
+        return [change in done for change in changes]
+
+    async def state() -> tuple[State, int, str | None]:
+        record = await sandboxes.get_sandbox(store, name)
+        assert record is not None
+        return record.state, record.node_seq, record.paused_mode
+
+    running = change(1, State.RUNNING, seq=2, started_at=4.0, accelerator="kvm", vmm="v 1")
+    paused = change(1, State.PAUSED, seq=4, paused_mode="full")
+    assert await applied(running, paused) == [True, True]
+    assert await state() == (State.PAUSED, 4, "full")
+    late = [change(1, State.PAUSING, seq=3), change(1, State.RUNNING, seq=2), paused]
+    assert await applied(*late) == [False] * 3
+    assert await state() == (State.PAUSED, 4, "full")
+    # Seen in the same state, a pause later: what it tells is newer all the same.
+    again = change(1, State.PAUSED, seq=8, paused_mode="filesystem", end_at=7.0)
+    assert await applied(again) == [False]
+    assert await state() == (State.PAUSED, 8, "filesystem")
+    starting = change(1, State.RUNNING, while_in=(State.PENDING, State.STARTING))
+    assert await applied(starting) == [False]
+    assert await applied(change(1, State.RUNNING, seq=10, started_at=9.0)) == [True]
+    assert await state() == (State.RUNNING, 10, None)
+    record = await sandboxes.get_sandbox(store, name)
+    assert record is not None
+    assert (record.started_at, record.end_at) == (4.0, 7.0), "a resume is no start"
+    assert (record.accelerator, record.vmm) == ("kvm", "v 1")
+    assert await applied(change(1, State.ENDED)) == [True], "reports without a count are believed"
+    assert await applied(change(1, State.RUNNING, seq=99)) == [False]
+
+
+async def test_paused_ones_leave_their_place(store: Store) -> None:
+    await store.write(
+        lambda c: c.exec_driver_sql("UPDATE projects SET sandboxes_max = 1 WHERE project_id = 'p'")
+    )
+    await begin_create(store, record_of(1, state=State.PAUSED, auto_resume=True), None)
+    await check_place(store, "p", record_of(1).sandbox_id, set())
+    with pytest.raises(QuotaExceeded):
+        await check_place(store, "p", record_of(1).sandbox_id, {"another"})
+    assert await sandboxes.ids_to_wake(store) == [record_of(1).sandbox_id]
+    await begin_create(store, record_of(2), None)
+    with pytest.raises(QuotaExceeded):
+        await check_place(store, "p", record_of(1).sandbox_id, set())
+    await check_place(store, "p", record_of(2).sandbox_id, set())
+
+
+def snapshot_of(number: int, **fields: object) -> Snapshot:
+    values: dict[str, object] = {
+        "snapshot_id": f"s{number:019d}",
+        "project_id": "p",
+        "node_id": "n0de",
+        "source_id": "i1",
+        "name": None,
+        "tag": "default",
+        "state": "making",
+        "ephemeral": False,
+        "keyed": True,
+        "backend": "microvm",
+        "mode": "full",
+        "template_id": "t",
+        "template": "base",
+        "image": "base",
+        "cpu": 2.0,
+        "memory_mb": 1024,
+        "disk_mb": 1024,
+        "default_user": "user",
+        "default_workdir": None,
+        "created_at": float(number),
+        "versions": {"vmm": "x"},
+        **fields,
+    }
+    return Snapshot(**values)  # type: ignore[arg-type]
+
+
+async def test_snapshots_and_their_names(store: Store) -> None:
+    wanted = SnapshotFilter(project_id="p", limit=10)
+    first, second = (snapshot_of(number, name="n") for number in (1, 2))
+    for each in (first, second):
+        assert await snapshots.begin_snapshot(store, each, None) is None
+    assert await snapshots.list_snapshots(store, wanted) == []
+    assert len(await snapshots.unfinished_snapshots(store, "n0de")) == 2
+    assert await snapshots.finish_snapshot(
+        store, msgspec.structs.replace(first, disk_bytes=1 << 40, memory_bytes=5)
+    )
+    found = await snapshots.get_snapshot(store, first.snapshot_id)
+    assert found is not None
+    assert (found.state, found.disk_bytes, found.versions) == ("ready", 1 << 40, {"vmm": "x"})
+    assert await snapshots.finish_snapshot(store, second)
+    assert [(s.snapshot_id, s.name) for s in await snapshots.list_snapshots(store, wanted)] == [
+        (second.snapshot_id, "n"),
+        (first.snapshot_id, None),
+    ]
+    page = msgspec.structs.replace(wanted, after=(second.created_at, second.snapshot_id))
+    assert len(await snapshots.list_snapshots(store, page)) == 1
+    assert await snapshots.mark_deleting(store, second.snapshot_id)
+    assert not await snapshots.mark_deleting(store, second.snapshot_id)
+    assert not await snapshots.finish_snapshot(store, second), "it is being deleted"
+    assert await snapshots.ids_of_ready(store, "n0de") == {first.snapshot_id}
+    await snapshots.drop_snapshot(store, second.snapshot_id)
+    assert await snapshots.get_snapshot(store, second.snapshot_id) is None
+
+
+async def test_keys_of_snapshots_and_forks(store: Store) -> None:
+    claim = IdempotencyClaim(key="k", params_sha256="a")
+    first, second = snapshot_of(1), snapshot_of(2, ephemeral=True)
+    assert await snapshots.begin_snapshot(store, first, claim) is None
+    earlier = await snapshots.begin_snapshot(store, second, claim)
+    assert earlier is not None
+    assert (earlier.sandbox_id, earlier.outcome) == (first.snapshot_id, "pending")
+    with pytest.raises(IdempotencyMismatch):
+        other = IdempotencyClaim(key="k", params_sha256="b")
+        await snapshots.begin_snapshot(store, second, other)
+    with pytest.raises(IdempotencyMismatch):
+        await begin_create(store, record_of(1), IdempotencyClaim(key="k", params_sha256="b"))
+    await snapshots.drop_snapshot(store, first.snapshot_id)
+    assert await snapshots.begin_snapshot(store, second, claim, "[1]") is None
+    assert await snapshots.finish_snapshot(store, second)
+    row = await snapshots.key_of(store, second.snapshot_id)
+    assert row is not None
+    assert (row.outcome, row.result) == ("pending", "[1]"), "a fork is not over with its snapshot"
+    await snapshots.settle_request(store, second.snapshot_id, "done", "[2]")
+    await snapshots.drop_snapshot(store, second.snapshot_id)
+    row = await snapshots.key_of(store, second.snapshot_id)
+    assert row is not None
+    assert (row.outcome, row.result) == ("done", "[2]")
+    assert await snapshots.key_of(store, "none") is None
 
 
 async def test_only_the_last_transitions_are_kept(store: Store) -> None:
