@@ -15,6 +15,11 @@ DISK_MB_MIN = 64
 DISK_MB_MAX = 1_048_576
 DISK_MB_DEFAULT = 10_240
 
+VM_DISKS_MAX = 8
+"""Disks of a full virtual machine beside the first one."""
+VM_DEVICES_MAX = 16
+USER_DATA_BYTES_MAX = 64 * 1_024
+
 PIDS_MAX_DEFAULT = 4_096
 
 TIMEOUT_S_MAX = 7 * 24 * 3_600

@@ -14,6 +14,8 @@ import typer
 from opendsec_server import __version__
 from opendsec_server.config import Config, ConfigError, load_config
 
+from .image_commands import app as image_app
+
 EX_CONFIG = 78  # sysexits.h: the configuration or the machine must be changed
 EX_UNAVAILABLE = 69  # sysexits.h: the service is not running
 
@@ -23,6 +25,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(image_app, name="image")
 
 ConfigOption = Annotated[
     Path | None,

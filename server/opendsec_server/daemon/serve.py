@@ -23,6 +23,7 @@ from opendsec_server.node.mountns import enter_private_mount_namespace
 from opendsec_server.node.node import Node
 
 from .base_template import BaseTemplate
+from .disk_templates import DiskTemplates
 from .edge_supervisor import EdgeSupervisor
 from .process import identity_of, write_identity
 
@@ -77,6 +78,9 @@ async def _serve(config: Config) -> None:
         base = BaseTemplate(config)
         services = await Services.start(config, node, ready_checks={"template base": base.check})
         stack.push_async_callback(services.stop)
+        disk_templates = DiskTemplates(config, services.templates)
+        disk_templates.start()
+        stack.push_async_callback(disk_templates.stop)
         await stack.enter_async_context(
             _listening(build_control_app(services), config.control_socket)
         )

@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from opendsec_server.contract import limits
 from opendsec_server.contract.errors import InvalidRequest, NodeFull, NotSupported
 
-DEVICES_MAX = 16
 DRIVER = "vfio-pci"
 SYSFS_PCI = Path("/sys/bus/pci/devices")
 VFIO_DIR = Path("/dev/vfio")
@@ -47,8 +47,8 @@ def check_addresses(addresses: Sequence[str]) -> None:
     Raises:
         InvalidRequest: too many, one is malformed, or named twice.
     """
-    if len(addresses) > DEVICES_MAX:
-        raise InvalidRequest(f"vm.devices: at most {DEVICES_MAX}")
+    if len(addresses) > limits.VM_DEVICES_MAX:
+        raise InvalidRequest(f"vm.devices: at most {limits.VM_DEVICES_MAX}")
     for address in addresses:
         if _ADDRESS_RE.fullmatch(address) is None:
             raise InvalidRequest(
