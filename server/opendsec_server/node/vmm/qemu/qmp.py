@@ -94,7 +94,7 @@ class Qmp:
             request["arguments"] = {k.replace("_", "-"): v for k, v in arguments.items()}
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._send(msgspec.json.encode(request), fds)
+                await self._send(msgspec.json.encode(request) + b"\n", fds)
                 for _ in range(_LINES_PER_COMMAND_MAX):
                     message = await self._message()
                     if "return" in message:
