@@ -25,6 +25,7 @@ from opendsec_server.contract.errors import (
     InvalidRequest,
     NodeUnavailable,
     OpendsecError,
+    SandboxNotFound,
     SandboxStartFailed,
     SnapshotNotFound,
     StoreUnavailable,
@@ -183,15 +184,31 @@ class Saving:
             NodeUnavailable, StoreUnavailable: not known; it is settled later.
         """
         name, tag = await self._free_name(caller, params.name)
-        record = await self._lifecycle.get_started(caller, sandbox_id)
-        self._backends.check_saving(record.backend, params.mode)
         claim = _claim(key, params, "snapshot", sandbox_id)
+        record = await self._source(caller, sandbox_id, claim)
+        self._backends.check_saving(record.backend, params.mode)
         saved, joined = await self._saves.run(
             lambda: self._snapshot(record, params.mode, name, tag, claim),
             project_id=caller.project_id,
             claim=claim,
         )
         return msgspec.structs.replace(saved, replayed=True) if joined else saved
+
+    async def _source(
+        self, caller: Caller, sandbox_id: str, claim: IdempotencyClaim | None
+    ) -> SandboxRecord:
+        """The sandbox to save. One that has ended only for a caller who asks once more for what
+        was made of it before."""
+        try:
+            return await self._lifecycle.get_started(caller, sandbox_id)
+        except SandboxNotFound:
+            if claim is None:
+                raise
+            record = await self._lifecycle.get(caller, sandbox_id)
+            now = time.time()
+            if await rows.find_request(self._store, caller.project_id, claim, now) is None:
+                raise
+            return record
 
     async def _free_name(self, caller: Caller, text: str | None) -> tuple[str | None, str]:
         if text is None:
@@ -249,7 +266,11 @@ class Saving:
         self._refuse_foreign(row)
         try:
             with self._flying(row.snapshot_id):
-                # Idempotent by id: gives what there is, joins what is under way, or makes it.
+                # The source may be gone by now; what was taken of it is not.
+                for held in await self._node.snapshots():
+                    if held.snapshot_id == row.snapshot_id:
+                        return await self._finish(row, held)
+                # Idempotent by id: joins what is under way, or makes it.
                 return await self._make(row)
         except NodeUnavailable as exc:
             raise _unknown() from exc
@@ -304,10 +325,12 @@ class Saving:
         return made
 
     async def _drop(self, snapshot_id: str) -> None:
+        """Of a failed one nothing is left; of an attempt before it something may be."""
         try:
-            await rows.drop_snapshot(self._store, snapshot_id)
-        except StoreUnavailable:
+            await self._snapshots.remove(snapshot_id)
+        except OpendsecError as exc:
             self._unsettled.add(snapshot_id)
+            log.warning("snapshot removed later", snapshot_id=snapshot_id, why=exc.message)
 
     async def _new_row(
         self,
@@ -367,9 +390,9 @@ class Saving:
             NodeUnavailable, StoreUnavailable: nothing was made, or it is settled later.
         """
         _check_fork(params)
-        source = await self._lifecycle.get_started(caller, sandbox_id)
-        self._backends.check_saving(source.backend, params.mode)
         claim = _claim(key, params, "fork", sandbox_id)
+        source = await self._source(caller, sandbox_id, claim)
+        self._backends.check_saving(source.backend, params.mode)
         forked, joined = await self._forks.run(
             lambda: self._fork(source, params, claim), project_id=caller.project_id, claim=claim
         )

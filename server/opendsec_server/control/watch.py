@@ -198,6 +198,9 @@ class Watcher:
                 return lost(record.sandbox_id, cause="reconcile")
         if status.state is not record.state or status.seq > record.node_seq:
             return change_from_status(status, cause="reconcile", now=time.time(), again=True)
+        if status.state is State.PAUSED and status.pause_mode != record.paused_mode:
+            # Its memory was lost while it was paused.
+            await sandboxes.set_paused_mode(self._store, record.sandbox_id, status.pause_mode)
         if abs(status.end_at - record.end_at) > END_AT_TOLERANCE_S:
             await sandboxes.set_end_at(self._store, record.sandbox_id, status.end_at)
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from opendsec_server.contract.node import NetworkPolicy
+from opendsec_server.contract.node import NetworkPolicy, StateMode
 from opendsec_server.contract.states import TERMINAL, State
 
 from .packing import (
@@ -233,6 +233,19 @@ async def set_end_at(store: Store, sandbox_id: str, end_at: float) -> None:
             sa.update(SANDBOXES)
             .where(SANDBOXES.c.sandbox_id == sandbox_id, SANDBOXES.c.ended_at.is_(None))
             .values(end_at=end_at)
+        )
+
+    await store.write(work)
+
+
+async def set_paused_mode(store: Store, sandbox_id: str, mode: StateMode | None) -> None:
+    """Note that less is left of a paused sandbox than was kept."""
+
+    def work(connection: sa.Connection) -> None:
+        connection.execute(
+            sa.update(SANDBOXES)
+            .where(SANDBOXES.c.sandbox_id == sandbox_id, SANDBOXES.c.state == State.PAUSED)
+            .values(paused_mode=mode)
         )
 
     await store.write(work)

@@ -92,6 +92,21 @@ async def begin_snapshot(
         return await store.write(work)
 
 
+async def find_request(
+    store: Store, project_id: str, claim: IdempotencyClaim, now: float
+) -> IdempotencyRow | None:
+    """What a key stands for. None: nothing, or an attempt that failed.
+
+    Raises:
+        IdempotencyMismatch: the key was used with other parameters.
+    """
+
+    def work(connection: sa.Connection) -> IdempotencyRow | None:
+        return find_key(connection, project_id, claim, now)[0]
+
+    return await store.read(work)
+
+
 async def finish_snapshot(store: Store, snapshot: Snapshot) -> bool:
     """Record that a snapshot is there. Its name goes over to it from an older one.
 

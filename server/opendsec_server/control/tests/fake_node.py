@@ -277,9 +277,9 @@ class FakeNode:
     ) -> Snapshot:
         self._reach()
         self.calls.append("snapshot")
+        status = self._live(sandbox_id)
         if snapshot_id in self.saved:
             return self.saved[snapshot_id]
-        status = self._live(sandbox_id)
         spec = self.specs[sandbox_id]
         if mode == "full" and not self.backends[spec.backend].capabilities.memory_snapshot:
             raise NotSupported(f"{spec.backend} cannot keep memory")

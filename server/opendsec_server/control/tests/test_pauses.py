@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 
@@ -293,6 +294,15 @@ async def test_missed_events(config: Config, node: FakeNode) -> None:
     assert (record.state, record.node_seq) == (State.RUNNING, node.statuses[looped].seq)
     assert record.end_at == node.statuses[looped].end_at
     await services.stop()
+
+
+async def test_memory_lost_while_paused(services: Services, node: FakeNode, caller: Caller) -> None:
+    name = await make(services, caller)
+    await services.lifecycle.pause(caller, name, "full")
+    node.statuses[name] = msgspec.structs.replace(node.statuses[name], pause_mode="filesystem")
+    await services.watcher.reconcile()
+    record = await services.lifecycle.get(caller, name)
+    assert (record.state, record.paused_mode) == (State.PAUSED, "filesystem")
 
 
 async def test_late_events_change_nothing(

@@ -27,7 +27,7 @@ from opendsec_server.contract.errors import (
     TemplateNotFound,
 )
 from opendsec_server.contract.ids import is_snapshot_id
-from opendsec_server.contract.states import State
+from opendsec_server.contract.states import EndReason, State
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.saving import ForkParams, Saved, SnapshotParams
@@ -39,7 +39,7 @@ from opendsec_server.store.snapshots import SnapshotFilter
 from .conftest import first_caller
 from .fake_node import FakeNode
 from .store_faults import broken_store
-from .test_lifecycle import make, other_caller
+from .test_lifecycle import make, other_caller, reached
 from .test_pauses import limit
 
 DISK = SnapshotParams(mode="filesystem")
@@ -272,6 +272,37 @@ async def test_repeating_before_it_was_settled(
     assert again.snapshot.state == "ready"
     assert list(node.saved) == [again.snapshot.snapshot_id]
     await nothing_left(services, node)
+
+
+@pytest.mark.parametrize("settled_first", [True, False])
+async def test_repeating_when_the_source_is_gone(
+    services: Services, node: FakeNode, caller: Caller, name: str, settled_first: bool
+) -> None:
+    node.lose_answer["snapshot"] = NodeUnavailable("gone")
+    with pytest.raises(NodeUnavailable):
+        await services.saving.snapshot(caller, name, DISK, key="s")
+    with pytest.raises(NodeUnavailable):
+        await services.saving.fork(caller, name, FORK, key="f")
+    node.lose_answer = {}
+    before = await services.saving.fork(caller, name, FORK, key="f2")
+    node.end(name, EndReason.OOM)
+    await reached(services, caller, name, State.ENDED)
+    if settled_first:
+        await services.watcher.reconcile()
+    with pytest.raises(SandboxNotFound):
+        await services.saving.fork(caller, name, FORK, key="f")
+    for key in (None, "other"):
+        with pytest.raises(SandboxNotFound):
+            await services.saving.snapshot(caller, name, DISK, key=key)
+    saved = await services.saving.snapshot(caller, name, DISK, key="s")
+    assert saved.replayed
+    again = await services.saving.fork(caller, name, FORK, key="f2")
+    assert [c.record and c.record.sandbox_id for c in again.children] == [
+        c.record and c.record.sandbox_id for c in before.children
+    ]
+    await services.watcher.reconcile()
+    await nothing_left(services, node)
+    assert list(node.saved) == [saved.snapshot.snapshot_id]
 
 
 async def test_defect_of_the_node(
