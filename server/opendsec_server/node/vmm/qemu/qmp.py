@@ -19,6 +19,7 @@ import msgspec
 
 ANSWER_BYTES_MAX = 1024 * 1024
 _RECEIVE_BYTES = 64 * 1024
+_CONNECT_PAUSE_S = 0.005
 _LINES_PER_COMMAND_MAX = 1_000
 
 
@@ -74,7 +75,15 @@ class Qmp:
         folder = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             address = f"/proc/self/fd/{folder}/{self._path.name}"
-            await asyncio.get_running_loop().sock_connect(self._socket, address)
+            while True:
+                # QEMU lets few wait. A full queue is EAGAIN here, which asyncio takes for "under
+                # way". The caller bounds the time.
+                try:
+                    self._socket.connect(address)
+                except BlockingIOError:
+                    await asyncio.sleep(_CONNECT_PAUSE_S)
+                else:
+                    return
         finally:
             os.close(folder)
 

@@ -291,8 +291,10 @@ async def test_a_killed_or_hung_vmm_is_an_error_soon(
     os.kill(machine.pid, signal.SIGSTOP)
     target = scratch / "failed"
     target.mkdir()
-    with pytest.raises(SnapshotFailed):
-        await vmm.freeze(machine.run_dir)
+    # More often than QEMU lets clients wait.
+    for _ in range(4):
+        with pytest.raises(SnapshotFailed):
+            await vmm.freeze(machine.run_dir)
     with pytest.raises(ResumeFailed):
         await vmm.thaw(machine.run_dir)
     os.kill(machine.pid, signal.SIGCONT)
