@@ -29,7 +29,11 @@ EXIT_NO_BOOT = 125
 EXIT_SKIPPED = 77
 CONSOLE_TAIL = 4_000
 IMAGES = Path("/var/tmp/opendsec-test-images")
-OUR_PROGRAMS = ("opendsec-agent", "opendsec-edge", "opendsec-ram")
+OUR_PROGRAMS = {
+    "opendsec-agent": "OPENDSEC_AGENT",
+    "opendsec-edge": "OPENDSEC_EDGE",
+    "opendsec-ram": "OPENDSEC_RAM",
+}
 VMM_PROGRAMS = {"firecracker": "OPENDSEC_FIRECRACKER", "jailer": "OPENDSEC_JAILER"}
 
 JOB = """\
@@ -48,7 +52,9 @@ cp /lab/bin/* {venv}/bin/ 2>/dev/null
 if [ -e /lab/with-images ]; then
   mkdir -p /mnt/images {images}
   mount -t 9p -o trans=virtio,version=9p2000.L,msize=524288,ro images /mnt/images
-  cp -a /mnt/images/. {images}/
+  for entry in /mnt/images/*; do
+    case $entry in */cloud-*) ;; *) cp -a "$entry" {images}/ ;; esac
+  done
   umount /mnt/images
 fi
 touch /lab/booted
@@ -113,20 +119,25 @@ def _prepare(lab: Path, command: list[str], options: Options) -> None:
     programs.mkdir()
     (lab / "out").mkdir()
     # A guest in an emulated host is slow, but it is not the kind of slow that means a hang.
-    environment = {"OPENDSEC_KVM_PROBE_TIMEOUT_S": "180", **options.environment}
-    for name in OUR_PROGRAMS:
+    environment = {
+        "OPENDSEC_KVM_PROBE_TIMEOUT_S": "180",
+        "OPENDSEC_TEST_TIME_FACTOR": "5",
+        **options.environment,
+    }
+    for name, variable in OUR_PROGRAMS.items():
         found = _our_program(name)
         if found is None:
             say(f"{name} is not built: what needs it will be skipped or fail")
         else:
             shutil.copy(found, programs / name)
+            environment.setdefault(variable, f"{VENV}/bin/{name}")
     for name, variable in VMM_PROGRAMS.items():
         found = _vmm_program(name, variable)
         if found is None:
             say(f"{name} is missing: set {variable}, or put it in PATH. ITS TESTS ARE SKIPPED")
         else:
             shutil.copy(found, programs / name)
-            environment[variable] = f"{VENV}/bin/{name}"
+            environment.setdefault(variable, f"{VENV}/bin/{name}")
     if options.images and IMAGES.is_dir():
         (lab / "with-images").touch()
     (lab / "job.sh").write_text(
@@ -142,13 +153,10 @@ def _prepare(lab: Path, command: list[str], options: Options) -> None:
 
 
 def _our_program(name: str) -> Path | None:
-    candidates = [
-        *REPOSITORY.glob(f"dataplane/target/*/release/{name}"),
-        *REPOSITORY.glob(f"dataplane/target/release/{name}"),
-        *REPOSITORY.glob(f"dataplane/target/*/debug/{name}"),
-        *REPOSITORY.glob(f".venv/bin/{name}"),
-    ]
-    files = [path for path in candidates if path.is_file()]
+    """The newest that was built here, whatever the profile."""
+    patterns = ("dataplane/target/*/*/", "dataplane/target/*/", ".venv/bin/")
+    found = [path for pattern in patterns for path in REPOSITORY.glob(f"{pattern}{name}")]
+    files = [path for path in found if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime) if files else None
 
 

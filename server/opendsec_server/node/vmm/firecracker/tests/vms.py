@@ -26,6 +26,7 @@ from opendsec_server.node import process, syscalls
 from opendsec_server.node.network.tap import GUEST_ADDRESS, GUEST_MAC, TAP, TAP_ADDRESS
 from opendsec_server.node.vmm.base import VmConfig, VmDisk
 from opendsec_server.node.vmm.firecracker import FirecrackerVmm
+from opendsec_server.node.vmm.firecracker.driver import OVERHEAD_MB
 
 AGENT_PORT = 49983
 BOOT_TIMEOUT_S = 120.0
@@ -272,14 +273,22 @@ class Machine:
 
 
 def _make_groups(name: str) -> tuple[Path, ...]:
+    """Groups with the memory limit that a node sets."""
     root = Path("/sys/fs/cgroup")
-    roots = [root] if (root / "cgroup.controllers").exists() else [root / "memory", root / "pids"]
-    groups = []
-    for hierarchy in roots:
-        group = hierarchy / name
+    limit = str((MEMORY_MB + OVERHEAD_MB) << 20)
+    if (root / "cgroup.controllers").exists():
+        group = root / name
+        group.parent.mkdir(exist_ok=True)
+        for parent in (root, group.parent):
+            (parent / "cgroup.subtree_control").write_text("+memory")
+        group.mkdir()
+        (group / "memory.max").write_text(limit)
+        return (group,)
+    groups = (root / "memory" / name, root / "pids" / name)
+    for group in groups:
         group.mkdir(parents=True)
-        groups.append(group)
-    return tuple(groups)
+    (groups[0] / "memory.limit_in_bytes").write_text(limit)
+    return groups
 
 
 def _join_chunks(data: bytes) -> bytes:
