@@ -64,7 +64,8 @@ class MicrovmBackend:
             accelerator=info.accelerator,
             vmm=f"{info.name} {info.version}",
         )
-        emulated = info.accelerator == "tcg"
+        # A KVM of a host that is itself emulated is as slow as an emulated guest.
+        emulated = info.accelerator == "tcg" or "QEMU TCG CPU" in info.cpu_model
         self.budget_s = limits.START_BUDGET_EMULATED_S if emulated else START_BUDGET_S
         self.templates = Templates(services, vmm, guests)
         self.templates.make = self._make_template

@@ -24,8 +24,10 @@ from opendsec_server.contract.ids import new_sandbox_id
 from opendsec_server.contract.node import NetworkPolicy, SandboxSpec
 
 SERVER = Path(__file__).parents[3]
-CALL_TIMEOUT_S = 60.0
-WAIT_S = 20.0
+TIME_FACTOR = float(os.environ.get("OPENDSEC_TEST_TIME_FACTOR", "1"))
+"""Emulated hosts get more time."""
+CALL_TIMEOUT_S = 60.0 * TIME_FACTOR
+WAIT_S = 20.0 * TIME_FACTOR
 
 
 class CallError(Exception):
