@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import hmac
 import os
 import platform
@@ -43,6 +41,7 @@ from opendsec_server.contract.node import (
     StateMode,
 )
 from opendsec_server.contract.node import Snapshots as SnapshotList
+from opendsec_server.contract.signatures import file_signature
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.images.store import ImageStore
 
@@ -454,17 +453,6 @@ def _route_of(box: Sandbox) -> Route:
         mask_request_host=spec.network.mask_request_host,
         https_ports=spec.network.https_ports,
     )
-
-
-def file_signature(
-    path: str, operation: str, username: str, token: str, expiration: str | None
-) -> str:
-    """E2B's signature v1 of a file URL."""
-    text = f"{path}:{operation}:{username}:{token}"
-    if expiration is not None:
-        text += f":{expiration}"
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
-    return f"v1_{digest}"
 
 
 async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Services:

@@ -15,6 +15,7 @@ import pytest
 from opendsec_server.config import ConfigError
 from opendsec_server.contract.errors import InvalidRequest, NodeFull
 from opendsec_server.contract.node import NetworkPolicy
+from opendsec_server.contract.signatures import file_signature
 from opendsec_server.contract.states import EndReason, State
 from opendsec_server.node import metrics, process
 from opendsec_server.node.agent_path import install_agent
@@ -29,7 +30,6 @@ from opendsec_server.node.hooks.base import tear_down
 from opendsec_server.node.journal import Record
 from opendsec_server.node.network import dns, hosttable, policy
 from opendsec_server.node.network.slots import SlotPool
-from opendsec_server.node.node import file_signature
 from opendsec_server.node.sandbox import Sandbox, placeholder
 from opendsec_server.node.tests.machine import small_spec
 
