@@ -53,6 +53,10 @@ const FILES_HARD: u64 = 1_048_576;
 /// Memory that the kernel keeps for itself at least, so that the agent stays reachable over the
 /// network when programs have taken all the rest.
 const RESERVE_KIB: u64 = 4096;
+/// A machine whose programs take all memory would drop and read again the pages of their code for
+/// minutes before it calls itself out of memory. With the multi-generational LRU it does so as soon
+/// as what was used in the last second does not fit.
+const WORKING_SET_MS: &str = "1000";
 
 /// What the agent keeps of its time as init.
 pub struct Vm {
@@ -208,6 +212,10 @@ fn set_limits() {
     };
     let _ = setrlimit(Resource::Nofile, limit(FILES_SOFT, FILES_HARD));
     let _ = setrlimit(Resource::Core, limit(0, 0));
+    // A kernel without it goes on as before.
+    let lru = Path::new("/sys/kernel/mm/lru_gen");
+    let _ = fs::write(lru.join("enabled"), "y");
+    let _ = fs::write(lru.join("min_ttl_ms"), WORKING_SET_MS);
     let reserve = Path::new("/proc/sys/vm/min_free_kbytes");
     let now = fs::read_to_string(reserve).unwrap_or_default();
     if now.trim().parse::<u64>().is_ok_and(|kib| kib < RESERVE_KIB) {
