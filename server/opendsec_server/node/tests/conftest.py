@@ -20,7 +20,6 @@ from opendsec_server.images.base import ensure_base
 from opendsec_server.node.tests.machine import NodeProcess
 from tests.leaks import Snapshot
 
-REPOSITORY = Path(__file__).parents[4]
 IMAGE_CACHE = os.environ.get("OPENDSEC_IMAGE_CACHE", "/var/tmp/opendsec-test-images")
 FIRST_BUILD_TIMEOUT_S = 900
 
@@ -33,9 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _agent() -> str:
-    built = sorted(REPOSITORY.glob("dataplane/target/*/opendsec-agent"))
-    if "OPENDSEC_AGENT" not in os.environ and built:
-        return str(built[-1])
     try:
         return str(find_agent(Config()))
     except ConfigError as exc:
