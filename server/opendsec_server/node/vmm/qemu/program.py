@@ -198,7 +198,7 @@ def command_line(
         ),
         *(
             "-machine",
-            f"{MACHINE},x-option-roms=off,auto-kernel-cmdline=off,suppress-vmdesc=on,"
+            f"{MACHINE},auto-kernel-cmdline=off,suppress-vmdesc=on,"
             "memory-backend=ram,dump-guest-core=off,mem-merge=off,"
             "acpi=on,rtc=on,pit=on,pic=on,ioapic2=on,isa-serial=on",
         ),
