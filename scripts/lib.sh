@@ -4,7 +4,9 @@
 RUST_MIN=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' dataplane/Cargo.toml)
 PYTHON_MIN="3.11"
 # What a node needs at run time, by Debian and Ubuntu package name.
-RUNTIME_PACKAGES="crun nftables iproute2 btrfs-progs erofs-utils mmdebstrap ca-certificates procps kmod lz4 zstd"
+RUNTIME_PACKAGES="crun nftables iproute2 btrfs-progs e2fsprogs erofs-utils mmdebstrap ca-certificates procps kmod lz4 zstd"
+# MicroVMs and full VMs need an emulator on x86-64; other machines run containers.
+[ "$(uname -m)" != x86_64 ] || RUNTIME_PACKAGES="$RUNTIME_PACKAGES qemu-system-x86"
 # What a build from a clone needs besides Rust.
 BUILD_PACKAGES="gcc libc6-dev python3-venv curl"
 
