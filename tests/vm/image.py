@@ -18,7 +18,7 @@ from opendsec_server.images.apt_sources import host_distribution, mirror_lines
 
 CACHE = Path(os.environ.get("OPENDSEC_IMAGE_CACHE", "/var/tmp/opendsec-test-images"))
 BUILD_TIMEOUT_S = 900
-FORMAT = "2"
+FORMAT = "3"
 """Part of the image's name: raise it with every change that the other parts do not show."""
 
 DISK_MB = 2_048
@@ -29,7 +29,7 @@ ROOT_START = ESP_START + ESP_SECTORS
 ROOT_SECTORS = DISK_MB * 2_048 - ROOT_START - 2_048
 
 PACKAGES = (
-    *("systemd-sysv", "systemd-resolved", "dbus", "udev", "kmod", "procps", "iproute2"),
+    *("systemd-sysv", "systemd-resolved", "dbus", "udev", "kmod", "procps", "iproute2", "fdisk"),
     *("linux-image-cloud-amd64", "zstd", "cloud-init", "sudo", "ca-certificates"),
     *("grub-pc-bin", "grub-efi-amd64-bin", "grub-common"),
 )
@@ -37,7 +37,7 @@ PACKAGES = (
 GRUB = """\
 search --no-floppy --label --set=root cloudroot
 set prefix=($root)/boot/grub
-linux /vmlinuz root=LABEL=cloudroot rw console=tty0 console=ttyS0,115200 net.ifnames=0
+linux /vmlinuz root=LABEL=cloudroot rw console=tty0 console=ttyS0,115200 net.ifnames=0 quiet
 initrd /initrd.img
 boot
 """
@@ -52,6 +52,19 @@ passwd --delete root >/dev/null
 systemctl enable systemd-networkd systemd-resolved
 systemctl mask apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer \
   e2scrub_reap.service fstrim.timer systemd-networkd-wait-online.service systemd-timesyncd.service
+# What an emulated processor would only be slow with.
+for module in kvm kvm_amd kvm_intel aesni_intel ghash_clmulni_intel sha512_ssse3 cryptd \
+  crc32_pclmul crct10dif_pclmul powernow_k8 pcspkr psmouse; do
+  echo "install $module /bin/false" >> /etc/modprobe.d/slow.conf
+done
+cat > /etc/cloud/cloud.cfg.d/99-small.cfg <<'EOF'
+datasource_list: [NoCloud, None]
+locale: false
+apt: {preserve_sources_list: true}
+cloud_init_modules: [bootcmd, write-files, growpart, resizefs, set_hostname, users-groups]
+cloud_config_modules: [runcmd]
+cloud_final_modules: [scripts-user, final-message]
+EOF
 ln -sf /run/systemd/resolve/stub-resolv.conf /etc/resolv.conf
 : > /etc/machine-id
 rm -f /etc/hostname /var/lib/dbus/machine-id

@@ -95,6 +95,8 @@ class DiskBases:
         for name in (KERNEL_FILE, INITRD_FILE):
             if (base / name).exists():
                 clone_file(base / name, folder / name)
+                # QEMU opens these by name once more, as a user of its own.
+                (folder / name).chmod(0o444)
 
     def _base(self, image: DiskImage) -> Path:
         with self._lock:

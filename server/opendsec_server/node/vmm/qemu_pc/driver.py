@@ -25,6 +25,7 @@ from .program import MACHINE, OVERHEAD_MB, PcDescriptors, command_line, find_bio
 
 CONSOLE_SOCKET = "console.sock"
 SCREEN_SOCKET = "vnc.sock"
+_SCREEN = "screen"
 
 
 class QemuPcVmm(QemuVmm):
@@ -44,7 +45,7 @@ class QemuPcVmm(QemuVmm):
         """From the first disk, or from the kernel."""
         async with _PcStart(self, config, None) as start:
             async with start.control() as qmp:
-                await _serve_screen(qmp, start.fds)
+                await _serve_screen(qmp, config.run_dir)
             start.keep()
         return start.pid
 
@@ -66,7 +67,7 @@ class QemuPcVmm(QemuVmm):
                 )
                 await qmp.execute("migrate-incoming", uri=f"fd:{start.fds.devices}")
                 await _until_loaded(qmp)
-                await _serve_screen(qmp, start.fds)
+                await _serve_screen(qmp, config.run_dir)
                 await qmp.execute("cont")
             start.keep()
         return start.pid
@@ -112,10 +113,8 @@ class _PcStart(_Start):
             # The device reads and writes the guest's memory: all of it stays where it is.
             unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
             resource.setrlimit(resource.RLIMIT_MEMLOCK, unlimited)
-        sockets = []
-        for name in (CONSOLE_SOCKET, SCREEN_SOCKET):
-            with listen(config.run_dir / name) as server:
-                sockets.append(given.add(server.fileno()))
+        with listen(config.run_dir / CONSOLE_SOCKET) as server:
+            console = given.add(server.fileno())
         return PcDescriptors(
             netns=given.add(config.netns_fd),
             tap=given.reserve(),
@@ -130,14 +129,14 @@ class _PcStart(_Start):
             devices=devices,
             firmware=given.open(config.firmware, os.O_RDONLY),
             variables=variables,
-            console=sockets[0],
+            console=console,
             console_log=given.add(self._console.writer),
-            screen=sockets[1],
         )
 
 
-async def _serve_screen(qmp: Qmp, fds: VmDescriptors) -> None:
+async def _serve_screen(qmp: Qmp, run_dir: Path) -> None:
     """The option ``-vnc`` takes no open socket; the control protocol does."""
-    assert isinstance(fds, PcDescriptors)
-    place = {"type": "fd", "str": str(fds.screen)}
-    await qmp.execute("display-update", type="vnc", addresses=[place])
+    with listen(run_dir / SCREEN_SOCKET) as server:
+        await qmp.execute("getfd", fds=(server.fileno(),), fdname=_SCREEN)
+        place = {"type": "fd", "str": _SCREEN}
+        await qmp.execute("display-update", type="vnc", addresses=[place])

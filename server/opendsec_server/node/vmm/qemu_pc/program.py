@@ -31,14 +31,12 @@ class PcDescriptors(VmDescriptors, frozen=True, kw_only=True):
         variables: UEFI's; None: none.
         console: Listening socket of the serial console.
         console_log: What the console prints goes there too.
-        screen: Listening socket of the screen.
     """
 
     firmware: int
     variables: int | None
     console: int
     console_log: int
-    screen: int
 
 
 def find_bios() -> Path:
@@ -91,6 +89,7 @@ def command_line(
         flashes += flash("flash1", fds.variables, read_only=False)
         machine += ",pflash1=flash1"
 
+    # A kernel given by us has the boot index 0.
     disks: list[str] = []
     for index, (disk, fd) in enumerate(zip(config.disks, fds.disks, strict=True)):
         # As in microVMs: a running machine does not survive its host, so its fsync need not reach
@@ -103,7 +102,7 @@ def command_line(
             "-device",
             f"virtio-blk-pci,drive=disk{index},serial={disk.serial}"
             + ",num-queues=1,rerror=report,werror=report"
-            + (",bootindex=0" if index == 0 else ""),
+            + (",bootindex=1" if index == 0 else ""),
         ]
     passed: list[str] = []
     for index, address in enumerate(config.devices):
