@@ -25,6 +25,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from bench.server import bench_server
 from bench.stats import Result, print_ratio, print_results, summarise, write_json
@@ -174,7 +175,7 @@ def pauses(client: Client, backend: str, count: int) -> list[Result]:
 
 def forks(client: Client, backend: str, count: int) -> list[Result]:
     """fork(8) against eight creates from one snapshot."""
-    mode = "full" if backend == "microvm" else "filesystem"
+    mode: Literal["full", "filesystem"] = "full" if backend == "microvm" else "filesystem"
     source = client.create(backend=backend, memory_mb=256, disk_mb=1024, timeout_s=3600)
     source.exec("true")
     forked, single = [], []
@@ -188,16 +189,16 @@ def forks(client: Client, backend: str, count: int) -> list[Result]:
             child.kill()
         snapshot = source.snapshot(mode=mode)
         started = time.perf_counter()
-        made = [client.create(template=snapshot.id) for _ in range(FORKS)]
+        made = [client.create(template=snapshot.snapshot_id) for _ in range(FORKS)]
         single.append(time.perf_counter() - started)
         for sandbox in made:
             sandbox.kill()
-        client.snapshots.delete(snapshot.id)
+        client.snapshots.delete(snapshot.snapshot_id)
     stood = []
-    changes = client.transitions(source.id)
+    changes = client.transitions(source.sandbox_id)
     for one, next_one in itertools.pairwise(changes):
         if one.to == "pausing" and next_one.to == "running":
-            stood.append(next_one.at - one.at)
+            stood.append((next_one.at - one.at).total_seconds())
     source.kill()
     return [
         summarise(f"{backend}: fork({FORKS})", 1, forked),
