@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: AGPL-3.0-only */
 /* Init of a test guest: counts on the console and on its disk, keeps a pattern in memory and says
- * so if it ever changes. Kernel command line: test.flood, test.exit (both after count 3). */
+ * so if it ever changes. Kernel command line: test.flood, test.exit (both after count 3);
+ * test.fill: every 20 counts, 96 MiB are used and given back. */
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <net/if.h>
@@ -9,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -102,6 +104,13 @@ int main(void) {
     if (count == 3 && strstr(cmdline, "test.exit")) return 1;
     if (count == 3 && strstr(cmdline, "test.flood"))
       for (long line = 0;; line++) printf("flood %ld: a guest that prints for ever\n", line);
+    if (count % 20 == 0 && strstr(cmdline, "test.fill")) {
+      size_t size = 96 << 20;
+      char *much = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      memset(much, 1, size);
+      munmap(much, size);
+      puts("filled");
+    }
     struct timespec pause = {.tv_nsec = 50 * 1000 * 1000};
     nanosleep(&pause, NULL);
   }

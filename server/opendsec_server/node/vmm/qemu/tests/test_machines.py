@@ -336,6 +336,40 @@ async def test_a_full_disk_fails_the_save_only(
         sh("umount", str(small))
 
 
+async def test_memory_that_a_guest_frees_comes_back_and_the_saved_file_stays_whole(
+    vmm: QemuVmm, make_machine: MakeMachine, scratch: Path
+) -> None:
+    """A balloon over a private file mapping must not punch holes into the file."""
+    first = make_machine()
+    first.change(cmdline=f"{first.config.cmdline} test.fill")
+    await first.boot(vmm)
+    await first.until_count(vmm, 3)
+    memory = scratch / "memory"
+    await first.save(vmm, memory, None)
+    before = sha256(memory / RAM_FILE)
+    second = make_machine()
+    await second.restore(vmm, memory, memory.with_suffix(".disk"))
+    for machine in (first, second):
+        most_kb, deadline = 0, time.monotonic() + WAIT_S
+        while True:
+            now_kb = int(status(machine.pid)["RssAnon"].split()[0])
+            most_kb = max(most_kb, now_kb)
+            filled = "filled" in vmm.console_tail(machine.run_dir)
+            if filled and now_kb < most_kb - (64 << 10):
+                break
+            assert time.monotonic() < deadline, (filled, now_kb, most_kb)
+            await asyncio.sleep(0.05)
+        last = machine.counts(vmm)[-1]
+        await machine.until_count(vmm, last + 2)
+    assert sha256(memory / RAM_FILE) == before
+    later = scratch / "later"
+    await second.save(vmm, later, memory)
+    await vmm.check(later)
+    third = make_machine()
+    await third.restore(vmm, later, later.with_suffix(".disk"))
+    await third.until_count(vmm, second.counts(vmm)[-1] + 1)
+
+
 async def test_console_is_bounded_and_keeps_the_newest(
     vmm: QemuVmm, make_machine: MakeMachine
 ) -> None:
