@@ -20,7 +20,7 @@ from opendsec_server.images.guest import GuestImage, guest_cmdline
 ACCESS = "access-token"
 CONTROL = "control-token-0123456789"
 BOOT_TIMEOUT_S = 180.0
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 240.0
 _QEMU = "qemu-system-x86_64"
 
 

@@ -216,7 +216,7 @@ def test_clock_and_identity_after_a_restore(machine: Machine) -> None:
 
 
 def test_the_agent_outlives_a_lack_of_memory(machine: Machine) -> None:
-    hog = "python3 -c 'x = [bytearray(1 << 20) for _ in range(4096)]'; echo $?"
+    hog = "python3 -c 'x = [bytearray(1 << 24) for _ in range(256)]'; echo $?"
     assert machine.run(hog).split()[-1] == "137"
     assert machine.call("GET", "/opendsec/status")[0] == 200
 
