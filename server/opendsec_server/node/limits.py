@@ -33,6 +33,9 @@ GUEST_CONNECT_TIMEOUT_S = 0.1
 START_BUDGET_EMULATED_S = 180.0
 """Instead of ``START_BUDGET_S`` where guests are emulated: many may boot at once."""
 
+VM_START_BUDGET_FACTOR = 3
+"""How much longer a full machine may take to start than a microVM: it boots a distribution."""
+
 VMM_MEMORY_OVERHEAD_MB = 256
 """What a VMM may take beside the guest's memory before its control group stops it."""
 

@@ -40,6 +40,10 @@ CAPABILITIES = Capabilities(
     passthrough=True,
 )
 
+_SAY_WHY_S = 2.0
+"""The agent is waited for no longer than this before the end of the budget, to tell what the
+console says instead of only that time is over."""
+
 _SOCKETS: dict[ConsoleKind, str] = {"console": CONSOLE_SOCKET, "vnc": SCREEN_SOCKET}
 
 
@@ -63,7 +67,8 @@ class VmBackend(MicrovmBackend):
         )
         # A distribution takes longer to boot than a microVM.
         emulated = info.accelerator == "tcg"
-        self.budget_s = limits.START_BUDGET_EMULATED_S if emulated else 3 * START_BUDGET_S
+        small = limits.START_BUDGET_EMULATED_S if emulated else START_BUDGET_S
+        self.budget_s = small * limits.VM_START_BUDGET_FACTOR
         images = DiskImages(services.paths.images)
         self._bases = DiskBases(services.paths.disk_bases, images)
         self._machine = VmMachine(services, vmm, guests)
@@ -71,7 +76,7 @@ class VmBackend(MicrovmBackend):
         self.run_hooks: list[Hook] = [
             MachineNetwork(services),
             self._machine,
-            MachineAgent(services, vmm, self.budget_s),
+            MachineAgent(services, vmm, self.budget_s - _SAY_WHY_S),
         ]
 
     async def freeze(self, box: Sandbox) -> None:

@@ -4,6 +4,7 @@ microVM driver; machine, firmware, screen and interactive console are its own.""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 from pathlib import Path
@@ -45,6 +46,7 @@ class QemuPcVmm(QemuVmm):
         """From the first disk, or from the kernel."""
         async with _PcStart(self, config, None) as start:
             async with start.control() as qmp:
+                start.let_console_wrap()
                 await _serve_screen(qmp, config.run_dir)
             start.keep()
         return start.pid
@@ -58,6 +60,7 @@ class QemuPcVmm(QemuVmm):
         saved.require_whole(memory, found)
         async with _PcStart(self, config, memory) as start:
             async with start.control() as qmp:
+                start.let_console_wrap()
                 assert start.fds.ram is not None
                 await ramtool.map_file(
                     SandboxStartFailed,
@@ -94,6 +97,14 @@ class QemuPcVmm(QemuVmm):
 
 class _PcStart(_Start):
     """Opens what a full machine has beyond a small one."""
+
+    def let_console_wrap(self) -> None:
+        """QEMU has opened the console's log for appending, its only way that leaves the file as
+        it is. ``BoundedLog`` needs the place where writing goes on to be free; the flag belongs to
+        the open file, which we share."""
+        assert self._console is not None
+        flags = fcntl.fcntl(self._console.writer, fcntl.F_GETFL)
+        fcntl.fcntl(self._console.writer, fcntl.F_SETFL, flags & ~os.O_APPEND)
 
     def _open_files(self, given: Descriptors, control: int) -> PcDescriptors:
         config = self._config
