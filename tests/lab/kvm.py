@@ -60,6 +60,7 @@ fi
 touch /lab/booted
 export CI=1 PYTHONDONTWRITEBYTECODE=1 {environment}
 cd {folder}
+if [ -e /lab/with-images ]; then python -m tests.lab.adopt_images {images} >/dev/ttyS1 2>&1; fi
 ( {command} ) </dev/null >/dev/ttyS1 2>&1
 echo $? >/lab/status.new
 mv /lab/status.new /lab/status
