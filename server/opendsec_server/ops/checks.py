@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from opendsec_server.binaries import find_agent, find_edge
+from opendsec_server.binaries import find_agent, find_edge, find_ram
 from opendsec_server.config import Config, ConfigError
 
 Status = Literal["ok", "warn", "fail", "skip"]
@@ -199,7 +199,7 @@ def check_image_tools() -> Check:
 
 def check_own_programs(config: Config) -> Check:
     try:
-        found = [str(find_agent(config)), str(find_edge(config))]
+        found = [str(find_agent(config)), str(find_edge(config)), str(find_ram())]
     except ConfigError as exc:
         return Check("programs", "fail", "our own programs are not complete", str(exc))
     return Check("programs", "ok", ", ".join(found))
