@@ -31,7 +31,9 @@ use crate::context::RequestContext;
 use crate::control::Refused;
 use crate::errors::EdgeError;
 use crate::headers::ACCESS_TOKEN_HEADER;
-use crate::limits::{CONSOLE_CONNECT_TIMEOUT, CONSOLE_MESSAGE_BYTES_MAX, UPGRADE_BUFFER_BYTES};
+use crate::limits::{
+    CONSOLE_CONNECT_TIMEOUT, CONSOLE_MESSAGE_BYTES_MAX, CONSOLE_STALL_TIMEOUT, UPGRADE_BUFFER_BYTES,
+};
 use crate::metrics::METRICS;
 use crate::upgrade::Wish;
 
@@ -222,11 +224,9 @@ async fn carry(client: OnUpgrade, machine: UnixStream, context: &RequestContext)
                 Ok(0) | Err(_) => return,
                 Ok(count) => context.add_out(count),
             }
-            if sink
-                .send(Message::Binary(buffer.split().freeze()))
-                .await
-                .is_err()
-            {
+            // A guest waits for its console; it must not wait for a client that reads nothing.
+            let sent = sink.send(Message::Binary(buffer.split().freeze()));
+            if !matches!(timeout(CONSOLE_STALL_TIMEOUT, sent).await, Ok(Ok(()))) {
                 return;
             }
         }

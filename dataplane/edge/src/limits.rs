@@ -119,6 +119,8 @@ pub const GONE_GRACE: Duration = Duration::from_secs(2);
 pub const UPGRADE_BUFFER_BYTES: usize = 16 * 1024;
 /// Largest WebSocket message that a console's client may send, in bytes.
 pub const CONSOLE_MESSAGE_BYTES_MAX: usize = 1024 * 1024;
+/// How long a console's client may take no bytes before it is dropped.
+pub const CONSOLE_STALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Connecting to a machine monitor's socket, and saying good-bye to a console's client.
 pub const CONSOLE_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Default time for requests under way to finish after SIGTERM.

@@ -122,6 +122,8 @@ pub struct ControlState {
     pub paused: Mutex<HashMap<String, Paused>>,
     /// Look-ups by id, as they came.
     pub questions: Mutex<Vec<Question>>,
+    /// Sockets of consoles, by `id?kind=…`, with the access token that opens them.
+    pub consoles: Mutex<HashMap<String, (String, PathBuf)>>,
     /// Look-ups whose asker left before the answer.
     pub abandoned: AtomicUsize,
     pub streams: AtomicUsize,
@@ -252,6 +254,16 @@ async fn control_answer(
             }
         });
         return Ok(Response::new(body));
+    }
+    if let Some(place) = request.uri().to_string().strip_prefix("/consoles/") {
+        let token = request.headers().get("x-opendsec-access-token");
+        let consoles = state.consoles.lock().expect("lock");
+        return Ok(match consoles.get(place) {
+            Some((wanted, socket)) if token.is_some_and(|token| token == wanted) => {
+                Response::new(full(json!({ "socket": socket }).to_string()))
+            }
+            _ => refusal(401, &json!({"code": "unauthenticated", "message": "no"})),
+        });
     }
     state.lookups.fetch_add(1, Ordering::SeqCst);
     let mut unanswered = Unanswered(Arc::clone(&state), false);
