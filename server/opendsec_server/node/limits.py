@@ -36,9 +36,6 @@ START_BUDGET_EMULATED_S = 180.0
 VM_START_BUDGET_FACTOR = 3
 """How much longer a full machine may take to start than a microVM: it boots a distribution."""
 
-VMM_MEMORY_OVERHEAD_MB = 256
-"""What a VMM may take beside the guest's memory before its control group stops it."""
-
 VMM_PIDS_MAX = 256
 """Threads of one VMM."""
 

@@ -42,7 +42,7 @@ class Machine:
         spec = box.spec
         run_dir = self._paths.machine_run(spec.sandbox_id)
         run_dir.mkdir(mode=0o700)
-        memory_mb = spec.memory_mb + limits.VMM_MEMORY_OVERHEAD_MB
+        memory_mb = spec.memory_mb + self._vmm.info.overhead_mb
         cgroups = self._cgroups.create(
             spec.sandbox_id, Limits(spec.cpu, memory_mb * _MIB, limits.VMM_PIDS_MAX)
         )
