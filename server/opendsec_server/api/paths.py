@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 _OPERATIONS = frozenset({"/healthz", "/readyz", "/metrics"})
-_CONTROL = ("/routes", "/invalidations")
+_CONTROL = ("/routes", "/consoles", "/invalidations")
 
 
 def is_native(path: str) -> bool:
