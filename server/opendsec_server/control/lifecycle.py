@@ -15,7 +15,12 @@ from collections.abc import AsyncIterator
 import msgspec
 import structlog
 
-from opendsec_server.contract.errors import SandboxNotFound, StateConflict, StoreUnavailable
+from opendsec_server.contract.errors import (
+    OpendsecError,
+    SandboxNotFound,
+    StateConflict,
+    StoreUnavailable,
+)
 from opendsec_server.contract.ids import is_sandbox_id
 from opendsec_server.contract.node import (
     MetricSample,
@@ -256,8 +261,9 @@ class Lifecycle:
         name = record.sandbox_id
         async with self._place_for(record):
             end_at = time.time() + timeout_s
-            with self._metrics.timed("resume", record.backend):
-                status = await self._node.resume(name, end_at=end_at, reboot=reboot)
+            async with self.recorded_if_failed(name):
+                with self._metrics.timed("resume", record.backend):
+                    status = await self._node.resume(name, end_at=end_at, reboot=reboot)
             # Its address may be another one now.
             self._invalidations.publish(name)
             await self._record(status)
@@ -301,8 +307,9 @@ class Lifecycle:
     async def _pause(self, record: SandboxRecord, mode: StateMode) -> Paused:
         name = record.sandbox_id
         self._invalidations.publish(name)
-        with self._metrics.timed("pause", record.backend):
-            report = await self._node.pause(name, mode)
+        async with self.recorded_if_failed(name):
+            with self._metrics.timed("pause", record.backend):
+                report = await self._node.pause(name, mode)
         self._invalidations.publish(name)
         await self._record(report.status)
         log.info(
@@ -313,6 +320,22 @@ class Lifecycle:
             stored_bytes=report.stored_bytes,
         )
         return Paused(record=with_status(record, report.status), report=report)
+
+    @contextlib.asynccontextmanager
+    async def recorded_if_failed(self, sandbox_id: str) -> AsyncIterator[None]:
+        """What failed may have moved the sandbox back and forth: who was told of the failure
+        must not read of a state in between."""
+        try:
+            yield
+        except OpendsecError:
+            await self.refresh(sandbox_id)
+            raise
+
+    async def refresh(self, sandbox_id: str) -> None:
+        """Bring a record up to date without waiting for the node's events. If that cannot be done
+        now, they do it."""
+        with contextlib.suppress(OpendsecError):
+            await self._record(await self._node.get(sandbox_id))
 
     async def _record(self, status: SandboxStatus) -> None:
         """Note what the node has done. The answer is true also when the store does not take it:

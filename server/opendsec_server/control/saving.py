@@ -280,10 +280,12 @@ class Saving:
         name = wanted.snapshot_id
         try:
             # For as long the source may stand still.
-            with self._metrics.timed("snapshot", wanted.backend):
-                taken = await self._node.snapshot(
-                    wanted.source_id, name, mode=wanted.mode, ephemeral=wanted.ephemeral
-                )
+            async with self._lifecycle.recorded_if_failed(wanted.source_id):
+                with self._metrics.timed("snapshot", wanted.backend):
+                    taken = await self._node.snapshot(
+                        wanted.source_id, name, mode=wanted.mode, ephemeral=wanted.ephemeral
+                    )
+            await self._lifecycle.refresh(wanted.source_id)
         except (NodeUnavailable, asyncio.CancelledError):
             self._unsettled.add(name)
             raise
@@ -525,15 +527,15 @@ class Saving:
                 key = await rows.key_of(self._store, row.snapshot_id)
                 if key is not None and key.outcome == "pending":
                     await self._settle_fork(key)
-                await self._snapshots.remove(row.snapshot_id)
+                await self._snapshots.remove_half_made(row)
             elif row.state == "deleting":
                 if not self._snapshots.in_use(row.snapshot_id):
-                    await self._snapshots.remove(row.snapshot_id)
+                    await self._snapshots.remove_half_made(row)
             elif row.keyed and row.snapshot_id in held:
                 # Its caller will ask again.
                 await self._finish(row, held[row.snapshot_id])
             else:
-                await self._snapshots.remove(row.snapshot_id)
+                await self._snapshots.remove_half_made(row)
             self._unsettled.discard(row.snapshot_id)
             log.info("snapshot settled", snapshot_id=row.snapshot_id, was=row.state)
         lost = await rows.ids_of_ready(self._store, self._node_id) - set(held) - self._missed

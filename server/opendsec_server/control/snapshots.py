@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
@@ -28,6 +29,9 @@ from .iam import Caller
 from .templates import DEFAULT_TAG, Reference, Templates, parse_reference
 
 log = structlog.get_logger(__name__)
+
+HALF_MADE_KEPT_S = 600.0
+"""No node takes longer to save a sandbox."""
 
 
 class Origin(msgspec.Struct, kw_only=True, frozen=True):
@@ -199,6 +203,18 @@ class Snapshots:
         """
         await self._node.delete_snapshot(snapshot_id)
         await snapshots.drop_snapshot(self._store, snapshot_id)
+
+    async def remove_half_made(self, row: Snapshot) -> None:
+        """As ``remove``, for one that the node may still be making for a caller that is gone: its
+        row stays until it was seen and removed, or cannot come any more.
+
+        Raises:
+            NodeUnavailable, StoreUnavailable: it must be tried again.
+        """
+        await snapshots.give_up(self._store, row.snapshot_id)
+        found = await self._node.delete_snapshot(row.snapshot_id)
+        if found or time.time() - row.created_at > HALF_MADE_KEPT_S:
+            await snapshots.drop_snapshot(self._store, row.snapshot_id)
 
     async def stop(self) -> None:
         """End removals under way. They are done at the next start."""

@@ -195,6 +195,21 @@ async def mark_deleting(store: Store, snapshot_id: str) -> bool:
     return await store.write(work)
 
 
+async def give_up(store: Store, snapshot_id: str) -> None:
+    """Nobody finds it from now on, and a key that waits for it is free. Its row stays, for as long
+    as the node may come to hold it."""
+
+    def work(connection: sa.Connection) -> None:
+        settle_key(connection, snapshot_id, "failed")
+        connection.execute(
+            sa.update(SNAPSHOTS)
+            .where(_COLUMN.snapshot_id == snapshot_id)
+            .values(state="deleting", name=None)
+        )
+
+    await store.write(work)
+
+
 async def get_snapshot(store: Store, snapshot_id: str) -> Snapshot | None:
     """One snapshot, whatever its state."""
 
