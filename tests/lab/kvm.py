@@ -44,10 +44,7 @@ ip link set eth0 up && ip addr add 10.0.2.15/24 dev eth0 && ip route add default
 stty -F /dev/ttyS1 raw -echo
 modprobe -q kvm_amd || modprobe -q kvm_intel
 [ -c /dev/kvm ] || echo "lab: NO /dev/kvm, nested virtualisation does not work" >/dev/ttyS1
-mkdir -p /mnt/clone /mnt/upper /mnt/work {clone}
-mount -t 9p -o trans=virtio,version=9p2000.L,msize=524288,cache=loose,ro clone /mnt/clone
-mount -t overlay -o lowerdir=/mnt/clone,upperdir=/mnt/upper,workdir=/mnt/work clone {clone}
-if [ -d {clone}/.venv ]; then mount --bind {venv} {clone}/.venv; fi
+mkdir -p {clone} && tar -C {clone} -xf /lab/clone.tar && ln -s {venv} {clone}/.venv
 cp /lab/bin/* {venv}/bin/ 2>/dev/null
 if [ -e /lab/with-images ]; then
   mkdir -p /mnt/images {images}
@@ -153,6 +150,23 @@ def _prepare(lab: Path, command: list[str], options: Options) -> None:
     )
 
 
+def _pack_clone(target: Path) -> None:
+    """The clone as it is now: edits during a run do not reach into it, and reading it over the
+    shared folder would be slow."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+    ).stdout.split(b"\0")
+    there = [name for name in names if name and (REPOSITORY / os.fsdecode(name)).exists()]
+    subprocess.run(
+        ["tar", "-C", str(REPOSITORY), "-cf", str(target), "--null", "-T", "-"],
+        input=b"\0".join(there),
+        check=True,
+    )
+
+
 def _our_program(name: str) -> Path | None:
     """The newest that was built here, whatever the profile."""
     patterns = ("dataplane/target/*/*/", "dataplane/target/*/", ".venv/bin/")
@@ -179,7 +193,6 @@ def _qemu_argv(lab: Path, image: Image, options: Options) -> list[str]:
         *("-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net"),
         *("-drive", f"file={image.disk},if=virtio,format=raw,cache=unsafe,snapshot=on"),
         *("-device", "virtio-rng-pci"),
-        *_share("clone", REPOSITORY, readonly=True),
         *_share("lab", lab, readonly=False),
     ]
     if (lab / "with-images").exists():
