@@ -11,18 +11,33 @@ from pathlib import Path
 
 import msgspec
 
-from opendsec_server.contract.errors import SandboxStartFailed
+from opendsec_server.contract.errors import SandboxStartFailed, SnapshotFailed
 from opendsec_server.node.process import finish_in_thread
 from opendsec_server.node.vmm import manifest as saved
 from opendsec_server.node.vmm import ramtool
-from opendsec_server.node.vmm.base import DEVICES_FILE, RAM_FILE, SUMS_FILE, VmConfig, VmmInfo
+from opendsec_server.node.vmm.base import (
+    DEVICES_FILE,
+    RAM_FILE,
+    SUMS_FILE,
+    SavedMemory,
+    VmConfig,
+    VmmInfo,
+)
 from opendsec_server.node.vmm.launch import Descriptors
-from opendsec_server.node.vmm.qemu.driver import Notes, QemuVmm, _Start, _until_loaded
+from opendsec_server.node.vmm.qemu.driver import (
+    COMMAND_TIMEOUT_S,
+    CONTROL_SOCKET,
+    Notes,
+    QemuVmm,
+    _Start,
+    _until_loaded,
+)
 from opendsec_server.node.vmm.qemu.program import VmDescriptors
-from opendsec_server.node.vmm.qemu.qmp import Qmp, listen
+from opendsec_server.node.vmm.qemu.qmp import Qmp, QmpError, listen
 
 from .config import PcConfig
 from .program import MACHINE, OVERHEAD_MB, PcDescriptors, command_line, find_bios
+from .screen import restore_screen, save_screen
 
 CONSOLE_SOCKET = "console.sock"
 SCREEN_SOCKET = "vnc.sock"
@@ -70,10 +85,21 @@ class QemuPcVmm(QemuVmm):
                 )
                 await qmp.execute("migrate-incoming", uri=f"fd:{start.fds.devices}")
                 await _until_loaded(qmp)
+                await restore_screen(qmp, start.pid, memory)
                 await _serve_screen(qmp, config.run_dir)
                 await qmp.execute("cont")
             start.keep()
         return start.pid
+
+    async def save(self, run_dir: Path, pid: int, memory: Path, base: Path | None) -> SavedMemory:
+        """As small machines; the screen too."""
+        report = await super().save(run_dir, pid, memory, base)
+        try:
+            async with Qmp(run_dir / CONTROL_SOCKET, COMMAND_TIMEOUT_S) as qmp:
+                await save_screen(qmp, pid, memory)
+        except (OSError, QmpError) as exc:
+            raise SnapshotFailed(f"the screen cannot be saved: {exc}") from exc
+        return report
 
     async def check(self, memory: Path) -> None:
         """Everything."""
@@ -97,6 +123,10 @@ class QemuPcVmm(QemuVmm):
 
 class _PcStart(_Start):
     """Opens what a full machine has beyond a small one."""
+
+    async def __aenter__(self) -> _PcStart:
+        await super().__aenter__()
+        return self
 
     def let_console_wrap(self) -> None:
         """QEMU has opened the console's log for appending, its only way that leaves the file as
