@@ -16,6 +16,7 @@ import time
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from opendsec_server.config import Config, load_config
 from opendsec_server.daemon.background import log_file
@@ -122,6 +123,7 @@ class Server:
         path: str,
         body: object | None = None,
         headers: dict[str, str] | None = None,
+        timeout_s: float = 60,
     ) -> tuple[int, dict[str, str], bytes]:
         """One plain HTTP call with the API key. Never raises for a status."""
         data = None if body is None else json.dumps(body).encode()
@@ -136,10 +138,17 @@ class Server:
             },
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return answer.status, dict(answer.headers), answer.read()
         except urllib.error.HTTPError as exc:
             return exc.code, dict(exc.headers), exc.read()
+
+    def request_json(
+        self, method: str, path: str, body: object | None = None, *, timeout_s: float = 60
+    ) -> tuple[int, Any]:
+        """The same for answers that are JSON: status and value."""
+        status, _headers, answer = self.request(method, path, body, timeout_s=timeout_s)
+        return status, json.loads(answer)
 
 
 def _kill(identity: ProcessIdentity | None) -> None:

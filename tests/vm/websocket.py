@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import socket
 import struct
@@ -49,10 +50,8 @@ class WebSocket:
         head, _, self._received = self._received.partition(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 101"):
             self._socket.settimeout(1)
-            try:
+            with contextlib.suppress(OSError, EOFError):
                 self._receive()
-            except (OSError, EOFError):
-                pass
             self._socket.close()
             raise Refused(f"{head.splitlines()[0].decode()}: {self._received.decode()}")
 
