@@ -92,6 +92,8 @@ if TYPE_CHECKING:
         Snapshot,
         TemplateInfo,
         Transition,
+        VmDisk,
+        VmOptions,
         WatchEvent,
     )
     from ._sync._account import ApiKeys
@@ -180,6 +182,8 @@ __all__ = [
     "Transition",
     "Unauthenticated",
     "UserError",
+    "VmDisk",
+    "VmOptions",
     "WaitTimeout",
     "Watch",
     "WatchEvent",
@@ -217,6 +221,8 @@ _HOMES = {
         "Snapshot",
         "TemplateInfo",
         "Transition",
+        "VmDisk",
+        "VmOptions",
         "WatchEvent",
     ),
 }

@@ -8,8 +8,9 @@ REQUEST_TIMEOUT_S = 75.0
 """No byte for so long on an ordinary call: the connection counts as lost. Above the 60 s that the
 edge lets a request wait for its sandbox's resume, so that its typed answer arrives first."""
 
-CREATE_TIMEOUT_S = 90.0
-"""Above the server's own start budget, so that the server's typed answer arrives first."""
+CREATE_TIMEOUT_S = 600.0
+"""Above the server's own start budget, so that the server's typed answer arrives first. An emulated
+machine that boots a distribution has the longest."""
 
 STATE_TIMEOUT_S = 300.0
 """Pause, resume, fork and snapshot: memory of many gigabytes may have to go to or from disk."""

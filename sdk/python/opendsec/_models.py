@@ -37,6 +37,34 @@ class NetworkPolicy(msgspec.Struct, kw_only=True, frozen=True):
     https_ports: tuple[int, ...] = ()
 
 
+class VmDisk(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """One more disk of a full virtual machine: ``/dev/disk/by-id/virtio-data1`` and so on.
+
+    Attributes:
+        size_mb: Size in MiB. None: the image's.
+        image: Disk image to begin with. None: empty, unformatted.
+    """
+
+    size_mb: int | None = None
+    image: str | None = None
+
+
+class VmOptions(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What only full virtual machines have (templates that are disk images).
+
+    Attributes:
+        firmware: None: as the image was imported.
+        disks: Beside the first one.
+        user_data: For the guest's cloud-init, in any format it takes.
+        devices: PCI addresses of the node's devices to pass through.
+    """
+
+    firmware: Literal["bios", "uefi", "direct"] | None = None
+    disks: tuple[VmDisk, ...] = ()
+    user_data: str | None = None
+    devices: tuple[str, ...] = ()
+
+
 class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
     """A sandbox as the server describes it.
 

@@ -28,6 +28,7 @@ from opendsec._models import (
     StateMode,
     TemplateInfo,
     Transition,
+    VmOptions,
 )
 from opendsec._retry import RetryPolicy
 
@@ -150,6 +151,7 @@ class AsyncClient:
         auto_resume: bool = False,
         network: NetworkPolicy | None = None,
         backend: str | None = None,
+        vm: VmOptions | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
         """Create a sandbox and return when it can run commands.
@@ -174,6 +176,7 @@ class AsyncClient:
                 first. Not after a pause that kept the disk alone.
             network: None: open internet, closed private networks.
             backend: ``container`` or another the server offers. None: the server's default.
+            vm: More of a full virtual machine; only with a disk image as the template.
             idempotency_key: 1 to 255 of ``[A-Za-z0-9._:-]``. None: a new one per call. Give your
                 own to have retries across restarts of your program find the same sandbox.
 
@@ -202,6 +205,7 @@ class AsyncClient:
             "auto_resume": auto_resume or None,
             "network": network,
             "backend": backend,
+            "vm": vm,
         }
         record = await self._transport.api(
             "POST",
@@ -398,6 +402,16 @@ class AsyncClient:
             SandboxInfo,
             body={"timeout_s": math.ceil(timeout_s)},
         )
+
+    async def console(self, sandbox_id: str) -> str:
+        """The end of what a machine printed on its serial console, at most 64 KiB.
+
+        Raises:
+            SandboxNotFound: there is none, or it has ended.
+            NotSupported: its backend has no console.
+        """
+        answer = await self._transport.api("GET", _path(sandbox_id) + "/console", dict[str, str])
+        return answer["text"]
 
     async def set_network(self, sandbox_id: str, network: NetworkPolicy) -> SandboxInfo:
         """Replace a sandbox's network policy; see ``AsyncSandbox.set_network``."""

@@ -31,6 +31,7 @@ from opendsec._models import (
     Snapshot,
     StateMode,
     Transition,
+    VmOptions,
 )
 
 from . import _process
@@ -86,6 +87,7 @@ class AsyncSandbox:
         auto_resume: bool = False,
         network: NetworkPolicy | None = None,
         backend: str | None = None,
+        vm: VmOptions | None = None,
         idempotency_key: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
@@ -115,6 +117,7 @@ class AsyncSandbox:
                 auto_resume=auto_resume,
                 network=network,
                 backend=backend,
+                vm=vm,
                 idempotency_key=idempotency_key,
             )
         except BaseException:
@@ -213,6 +216,14 @@ class AsyncSandbox:
             SandboxNotFound: it has ended.
         """
         return self._learn(await self._client.set_timeout(self.sandbox_id, timeout_s))
+
+    async def console(self) -> str:
+        """The end of what the machine printed on its serial console, at most 64 KiB.
+
+        Raises:
+            NotSupported: its backend has no console.
+        """
+        return await self._client.console(self.sandbox_id)
 
     async def set_network(self, network: NetworkPolicy) -> SandboxInfo:
         """Replace its network policy, at once and as a whole.

@@ -30,6 +30,7 @@ from opendsec._models import (
     StateMode,
     TemplateInfo,
     Transition,
+    VmOptions,
 )
 from opendsec._retry import RetryPolicy
 
@@ -152,6 +153,7 @@ class Client:
         auto_resume: bool = False,
         network: NetworkPolicy | None = None,
         backend: str | None = None,
+        vm: VmOptions | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
         """Create a sandbox and return when it can run commands.
@@ -176,6 +178,7 @@ class Client:
                 first. Not after a pause that kept the disk alone.
             network: None: open internet, closed private networks.
             backend: ``container`` or another the server offers. None: the server's default.
+            vm: More of a full virtual machine; only with a disk image as the template.
             idempotency_key: 1 to 255 of ``[A-Za-z0-9._:-]``. None: a new one per call. Give your
                 own to have retries across restarts of your program find the same sandbox.
 
@@ -204,6 +207,7 @@ class Client:
             "auto_resume": auto_resume or None,
             "network": network,
             "backend": backend,
+            "vm": vm,
         }
         record = self._transport.api(
             "POST",
@@ -400,6 +404,16 @@ class Client:
             SandboxInfo,
             body={"timeout_s": math.ceil(timeout_s)},
         )
+
+    def console(self, sandbox_id: str) -> str:
+        """The end of what a machine printed on its serial console, at most 64 KiB.
+
+        Raises:
+            SandboxNotFound: there is none, or it has ended.
+            NotSupported: its backend has no console.
+        """
+        answer = self._transport.api("GET", _path(sandbox_id) + "/console", dict[str, str])
+        return answer["text"]
 
     def set_network(self, sandbox_id: str, network: NetworkPolicy) -> SandboxInfo:
         """Replace a sandbox's network policy; see ``Sandbox.set_network``."""

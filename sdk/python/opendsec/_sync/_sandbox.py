@@ -33,6 +33,7 @@ from opendsec._models import (
     Snapshot,
     StateMode,
     Transition,
+    VmOptions,
 )
 
 from . import _process
@@ -88,6 +89,7 @@ class Sandbox:
         auto_resume: bool = False,
         network: NetworkPolicy | None = None,
         backend: str | None = None,
+        vm: VmOptions | None = None,
         idempotency_key: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
@@ -117,6 +119,7 @@ class Sandbox:
                 auto_resume=auto_resume,
                 network=network,
                 backend=backend,
+                vm=vm,
                 idempotency_key=idempotency_key,
             )
         except BaseException:
@@ -215,6 +218,14 @@ class Sandbox:
             SandboxNotFound: it has ended.
         """
         return self._learn(self._client.set_timeout(self.sandbox_id, timeout_s))
+
+    def console(self) -> str:
+        """The end of what the machine printed on its serial console, at most 64 KiB.
+
+        Raises:
+            NotSupported: its backend has no console.
+        """
+        return self._client.console(self.sandbox_id)
 
     def set_network(self, network: NetworkPolicy) -> SandboxInfo:
         """Replace its network policy, at once and as a whole.
