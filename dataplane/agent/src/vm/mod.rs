@@ -27,6 +27,7 @@ pub mod entropy;
 pub mod identity;
 mod modules;
 mod network;
+mod pressure;
 mod root;
 pub mod service;
 
@@ -142,6 +143,9 @@ fn boot() -> Result<(), String> {
             .map_err(|err| format!("network device {device}: {err}"))?;
     }
     set_limits();
+    if let Err(err) = pressure::start() {
+        eprintln!("opendsec-init: no watch over memory: {err}");
+    }
     // The name by which it is known in a container, too.
     let _ = rustix::thread::set_name(c"opendsec-agent");
     let _ = rustix::system::sethostname(root::HOSTNAME_DEFAULT.as_bytes());
