@@ -39,6 +39,7 @@ VMM_PROGRAMS = {"firecracker": "OPENDSEC_FIRECRACKER", "jailer": "OPENDSEC_JAILE
 JOB = """\
 #!/bin/bash
 # Written by tests/lab/kvm.py; run by the lab's systemd service.
+touch /lab/booted
 ip link set lo up
 ip link set eth0 up && ip addr add 10.0.2.15/24 dev eth0 && ip route add default via 10.0.2.2
 stty -F /dev/ttyS1 raw -echo
@@ -54,7 +55,6 @@ if [ -e /lab/with-images ]; then
   done
   umount /mnt/images
 fi
-touch /lab/booted
 export CI=1 PYTHONDONTWRITEBYTECODE=1 {environment}
 cd {folder}
 if [ -e /lab/with-images ]; then python -m tests.lab.adopt_images {images} >/dev/ttyS1 2>&1; fi
