@@ -293,7 +293,7 @@ class Node:
                 f"a snapshot of a {snapshot.backend} cannot start a {spec.backend}",
                 remediation=f"Ask for the backend {snapshot.backend!r}, or name none.",
             )
-        if spec.vm is not None and snapshot.vm is not None and spec.vm != snapshot.vm:
+        if spec.vm is not None and spec.vm != snapshot.vm:
             raise NotSupported(
                 "a machine started from a snapshot is made as the one that was saved",
                 remediation="Leave `vm` out.",

@@ -45,10 +45,7 @@ if [ -d /run/systemd/system ]; then
   cat >"$unit.new" <<UNIT
 [Unit]
 Description=OpenDsec guest agent
-DefaultDependencies=no
-After=local-fs.target
-Before=shutdown.target
-Conflicts=shutdown.target
+# By default after basic.target: what a command may expect (D-Bus, temporary files) is there.
 
 [Service]
 ExecStart=$agent --service

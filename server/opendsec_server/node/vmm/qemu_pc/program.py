@@ -155,6 +155,8 @@ def command_line(
         # Served from the moment that the driver hands the socket over.
         *("-vnc", "none"),
         *("-device", f"VGA,id=screen,vgamem_mb={VIDEO_MB}"),
+        # A guest that panics says so, and ends.
+        *("-device", "pvpanic"),
         *("-device", "qemu-xhci,id=usb", "-device", "usb-tablet,bus=usb.0"),
         *passed,
         *kernel,
