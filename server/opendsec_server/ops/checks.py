@@ -17,6 +17,8 @@ import msgspec
 
 from opendsec_server.binaries import find_agent, find_edge, find_ram
 from opendsec_server.config import Config, ConfigError
+from opendsec_server.contract.errors import NotSupported
+from opendsec_server.node.machines.firmware import find_uefi
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -197,6 +199,30 @@ def check_image_tools() -> Check:
     return Check("image tools", "ok", "mkfs.erofs, mkfs.btrfs and mmdebstrap are there")
 
 
+def check_full_machines(config: Config) -> Check:
+    lacking = [
+        package
+        for program, package in (
+            ("qemu-system-x86_64", "qemu-system-x86"),
+            ("qemu-img", "qemu-utils"),
+            ("xorriso", "xorriso"),
+        )
+        if shutil.which(program) is None
+    ]
+    if lacking:
+        return Check(
+            "full VMs",
+            "skip",
+            f"missing: {', '.join(lacking)}; other backends do not need it",
+            f"apt-get install {' '.join(lacking)}",
+        )
+    try:
+        uefi = find_uefi(config.firmware_dir)
+    except NotSupported as exc:
+        return Check("full VMs", "ok", f"by BIOS; not by UEFI: {exc.message}", exc.remediation)
+    return Check("full VMs", "ok", f"by BIOS, and by UEFI from {uefi.code}")
+
+
 def check_own_programs(config: Config) -> Check:
     try:
         found = [str(find_agent(config)), str(find_edge(config)), str(find_ram())]
@@ -330,6 +356,7 @@ ALL_CHECKS: tuple[Callable[[Config], Check], ...] = (
     check_oci_runtime,
     lambda config: check_nft(),
     lambda config: check_image_tools(),
+    check_full_machines,
     check_own_programs,
     check_disk,
     lambda config: check_memory(),
