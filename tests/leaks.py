@@ -188,16 +188,23 @@ class Snapshot:
             time.sleep(0.05)
 
 
-def remains_of_sandboxes(config: Config) -> list[str]:
+def remains_of_sandboxes(config: Config, *, mapped_too: bool) -> list[str]:
     """What an instance without any sandbox or snapshot must not have, as sentences.
 
-    Slots, templates and images are kept for the next sandbox; these are not looked at.
+    Slots, templates and images are kept for the next sandbox; these are not looked at. Memory of
+    deleted snapshots that machines mapped goes with the housekeeping, or at the next start.
+
+    Args:
+        config: Whose.
+        mapped_too: Whether such memory must be gone, too.
     """
     paths = NodePaths.of(config)
     found = []
     for folder in (paths.disks, paths.snapshots, paths.bundles, paths.machine_runs):
-        if folder.is_dir():
-            found += [f"file {path}" for path in folder.iterdir()]
+        for path in folder.iterdir() if folder.is_dir() else ():
+            waits = folder == paths.snapshots and [p.name for p in path.glob("*")] == ["memory"]
+            if mapped_too or not waits:
+                found.append(f"file {path}")
     for line in _text(Path("/proc/self/mountinfo")).splitlines():
         point = line.split()[4]
         if any(point.startswith(f"{folder}/") for folder in (paths.bundles, paths.machine_runs)):

@@ -206,9 +206,19 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
         server.start()
         with Client(base_url=server.url, api_key=server.api_key) as client:
             yield _bench(table, column, client, server)
+        server.stop()
+        server.start()
+        _assert_no_remains(server, mapped_too=True)
     finally:
         server.purge()
     before.assert_nothing_new()
+
+
+def _assert_no_remains(server: Server, *, mapped_too: bool) -> None:
+    end = time.monotonic() + leaks.GONE_WITHIN_S
+    while left := leaks.remains_of_sandboxes(server.config, mapped_too=mapped_too):
+        assert time.monotonic() < end, "left behind:\n  " + "\n  ".join(left)
+        time.sleep(0.1)
 
 
 # --- sandboxes ------------------------------------------------------------------
@@ -243,7 +253,4 @@ def leaves_nothing(bench: Bench) -> Iterator[None]:
     if bench.server is None:
         return
     assert [info.sandbox_id for info in bench.client.list()] == []
-    end = time.monotonic() + leaks.GONE_WITHIN_S
-    while left := leaks.remains_of_sandboxes(bench.server.config):
-        assert time.monotonic() < end, "left behind:\n  " + "\n  ".join(left)
-        time.sleep(0.1)
+    _assert_no_remains(bench.server, mapped_too=False)

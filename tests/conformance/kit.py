@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import urllib.error
 import urllib.request
@@ -165,24 +164,22 @@ def state_is(sandbox: Sandbox, *states: str) -> Callable[[], bool]:
 
 
 IDENTITY = r"""
-import json, os, random, ssl, time, uuid
+import _random, _ssl, os
 def text(path):
     try:
         return open(path).read().strip()
     except OSError:
         return ""
-print(json.dumps({
-    "urandom": os.urandom(16).hex(),
-    "kernel uuid": text("/proc/sys/kernel/random/uuid"),
-    "uuid4": str(uuid.uuid4()),
-    "ssl random": ssl.RAND_bytes(16).hex(),
-    "python random": random.random(),
-    "hostname": os.uname().nodename,
-    "boot id": text("/proc/sys/kernel/random/boot_id"),
-    "machine id": text("/etc/machine-id"),
-    "time": time.time(),
-}))
+print("urandom:", os.urandom(16).hex())
+print("kernel uuid:", text("/proc/sys/kernel/random/uuid"))
+print("getrandom:", os.getrandom(16).hex())
+print("ssl random:", _ssl.RAND_bytes(16).hex())
+print("python random:", _random.Random().random())
+print("hostname:", os.uname().nodename)
+print("boot id:", text("/proc/sys/kernel/random/boot_id"))
+print("machine id:", text("/etc/machine-id"))
 """
+"""Imports as little as it can: emulated guests are slow."""
 
 
 def status_of_url(url: str) -> int:
@@ -195,9 +192,30 @@ def status_of_url(url: str) -> int:
             return int(exc.code)
 
 
-def identity(sandbox: Sandbox) -> dict[str, Any]:
+def identity(sandbox: Sandbox) -> dict[str, str]:
     """What must differ between any two sandboxes, as a new process inside sees it."""
-    return dict(json.loads(sandbox.exec(["python3", "-c", IDENTITY], check=True).stdout))
+    lines = sandbox.exec(["python3", "-ISc", IDENTITY], check=True).stdout.splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+SERVER = """
+import socket, sys
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+s = socket.create_server((sys.argv[1], int(sys.argv[2])), family=family, backlog=64)
+body = b"from inside"
+head = b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body)
+while True:
+    c, _ = s.accept()
+    c.recv(65536)
+    c.sendall(head + body)
+    c.close()
+"""
+
+
+def serve(sandbox: Sandbox, port: int, bind: str = "127.0.0.1") -> None:
+    """A web server inside, that answers everything with ``from inside``."""
+    sandbox.spawn(["python3", "-ISc", SERVER, bind, str(port)]).disconnect()
+    sandbox.wait_for_port(port, timeout_s=WAIT_S)
 
 
 TICKER = "i=0; while true; do i=$((i+1)); echo $i > /tmp/ticks; sleep 0.1; done"
@@ -207,7 +225,7 @@ TICKER = "i=0; while true; do i=$((i+1)); echo $i > /tmp/ticks; sleep 0.1; done"
 def ticks(sandbox: Sandbox) -> int:
     """How far the ticker has come."""
     for _ in range(50):  # it may be between truncating and writing
-        text = sandbox.exec("cat /tmp/ticks", check=True).stdout.strip()
+        text = sandbox.exec(["cat", "/tmp/ticks"], check=True).stdout.strip()
         if text:
             return int(text)
         time.sleep(0.05)
@@ -217,6 +235,6 @@ def ticks(sandbox: Sandbox) -> int:
 def clock_error_s(sandbox: Sandbox) -> float:
     """How far the sandbox's wall clock is off, at least, in seconds."""
     before = time.time()
-    inside = float(sandbox.exec("date +%s.%N", check=True).stdout)
+    inside = float(sandbox.exec(["date", "+%s.%N"], check=True).stdout)
     after = time.time()
     return max(0.0, before - inside, inside - after)

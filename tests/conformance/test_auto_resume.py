@@ -9,7 +9,7 @@ import pytest
 
 from opendsec import NetworkPolicy, Sandbox, SandboxPaused
 
-from .kit import Bench, Maker, each, status_of_url
+from .kit import Bench, Maker, each, serve, status_of_url
 
 RESUMED_FOR_S_MIN = 300
 
@@ -17,9 +17,7 @@ RESUMED_FOR_S_MIN = 300
 def served(make: Maker, **wanted: object) -> Sandbox:
     """One with a web server, paused with its memory."""
     one = make(auto_resume=True, **wanted)
-    one.files.write("www/index.html", "from inside")
-    one.spawn("cd www && exec python3 -m http.server 8126 --bind 127.0.0.1").disconnect()
-    one.wait_for_port(8126, timeout_s=60)
+    serve(one, 8126)
     one.pause("full")
     return one
 

@@ -154,7 +154,7 @@ def test_a_forks_copy_of_a_connection_is_dead(
     if not bench.can.memory_snapshot:
         bench.refused(lambda: source.fork(mode="full"))
         return
-    process = source.spawn(["python3", "-c", TALKER, source.sandbox_id], stdin=True)
+    process = source.spawn(["python3", "-ISc", TALKER, source.sandbox_id], stdin=True)
     for event in process:
         if b"echo first" in event.data:
             break

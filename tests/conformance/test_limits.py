@@ -21,15 +21,15 @@ os.killpg(0, signal.SIGKILL)
 
 
 def test_memory_is_limited_and_the_eater_is_killed(sandbox: Sandbox) -> None:
-    eaten = sandbox.exec(["python3", "-c", f"x = bytearray({MEMORY_MB * 4} * 1024 * 1024)"])
+    eaten = sandbox.exec(["python3", "-ISc", f"x = bytearray({MEMORY_MB * 4} * 1024 * 1024)"])
     assert eaten.exit_code in (1, 137), eaten
     assert eaten.exit_code == 137 or "MemoryError" in eaten.stderr
     assert sandbox.exec("echo still here").stdout == "still here\n"
 
 
 def test_the_agent_survives_memory_pressure(sandbox: Sandbox) -> None:
-    for _ in range(2):
-        sandbox.exec(["python3", "-c", "x = [bytearray(10_000_000) for _ in range(1000)]"])
+    eater = f"x = bytearray({MEMORY_MB - 60} * 1024 * 1024)"
+    sandbox.exec(f"for i in 1 2 3; do python3 -ISc '{eater}' & done; wait")
     assert sandbox.exec("echo still here").stdout == "still here\n"
     assert sandbox.info().state == "running"
 
@@ -43,9 +43,13 @@ def test_disk_is_limited_and_can_be_freed_again(make: Maker) -> None:
     small.exec("dd if=/dev/zero of=/home/user/small bs=1M count=20", check=True)
 
 
-def test_processes_are_limited(make: Maker) -> None:
+def test_many_processes_run_but_not_any_number(make: Maker, bench: Bench) -> None:
     one = make()
-    answer = one.exec(["setsid", "-w", "python3", "-c", MANY_PROCESSES], timeout_s=200)
+    running = one.exec("for i in $(seq 100); do sleep 60 & done; pgrep -c sleep; pkill sleep")
+    assert running.stdout == "100\n", running
+    if bench.can.own_kernel:
+        return  # its memory is the end; the host has no more than one VMM to run
+    answer = one.exec(["setsid", "-w", "python3", "-ISc", MANY_PROCESSES], timeout_s=200)
     assert "all of them" not in answer.stdout, answer
     until(lambda: one.exec("echo alive").stdout == "alive\n", "no new process can be started")
 

@@ -233,7 +233,7 @@ def test_no_connection_hangs_after_a_resume(
 ) -> None:
     bench.own_machine()
     one = make()
-    process = one.spawn(["python3", "-c", TALKER, one.sandbox_id], stdin=True)
+    process = one.spawn(["python3", "-ISc", TALKER, one.sandbox_id], stdin=True)
     for event in process:
         if b"echo first" in event.data:
             break
