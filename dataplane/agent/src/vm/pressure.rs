@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const PRESSURE: &str = "/proc/pressure/memory";
-/// Microseconds in which every program waited, of a window of as many.
-const TRIGGER: &str = "full 700000 1000000";
+/// Microseconds in which every program waited, of a window of as many. The kernel takes the last
+/// byte for the end of the text.
+const TRIGGER: &str = "full 700000 1000000\0";
 /// Windows on end. The kernel tells of one at most once.
 const WINDOWS: u32 = 4;
 /// A longer time between two of them is a pause.

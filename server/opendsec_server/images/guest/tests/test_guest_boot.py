@@ -74,6 +74,7 @@ def machine(guest: GuestImage, base_layer: Path, folder: Path) -> Iterator[Machi
     try:
         machine.boot()
         sizes = [path.stat().st_size >> 10 for path in (guest.initramfs, guest.modules_erofs)]
+        assert "no watch over memory" not in machine.console
         print(f"booted in {machine.boot_s:.1f} s; initramfs {sizes[0]} KiB, modules {sizes[1]} KiB")
         assert (
             machine.init(
