@@ -209,6 +209,16 @@ def _creation_options(p: argparse.ArgumentParser, *, timeout_s: int) -> None:
     p.add_argument(
         "--backend", metavar="NAME", help="how it is isolated; `opendsec info` lists them"
     )
+    p.add_argument(
+        "--user-data",
+        metavar="FILE",
+        help="of a full virtual machine: for its cloud-init; - reads the input",
+    )
+    p.add_argument(
+        "--firmware",
+        choices=("bios", "uefi", "direct"),
+        help="of a full virtual machine: how its image starts",
+    )
     p.add_argument("--idempotency-key", metavar="KEY", help="a second create finds the first")
 
 
@@ -271,6 +281,8 @@ def _add_listing(commands: Any) -> None:
     p.add_argument("sandbox", metavar="ID", nargs="?", help=f"{SANDBOX_HELP} (default: the server)")
     p = _command(commands, "logs", "_sandboxes:logs", "what happened to a sandbox, and why")
     p.add_argument("-f", "--follow", action="store_true", help="go on until it has ended")
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
+    p = _command(commands, "console", "_sandboxes:console", "what a machine's console printed")
     p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
     p = _command(commands, "metrics", "_sandboxes:metrics", "CPU, memory and disk of a sandbox")
     p.add_argument("--all", action="store_true", help="every kept reading, not only the last")

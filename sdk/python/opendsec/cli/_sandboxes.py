@@ -171,6 +171,17 @@ def _print_transition(transition: Transition, *, as_json: bool) -> None:
     print(f"{moment}  {transition.from_state or 'new':>9} -> {transition.to:9} {why}".rstrip())
 
 
+def console(args: argparse.Namespace) -> int:
+    """Print the end of what a machine printed on its serial console."""
+    with client_of(args) as client:
+        text = client.console(args.sandbox)
+    if args.json:
+        print_json({"text": text})
+    else:
+        sys.stdout.write(text)
+    return _exit.OK
+
+
 def metrics(args: argparse.Namespace) -> int:
     """Print readings of a sandbox."""
     with client_of(args) as client:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
-from opendsec import Client, NetworkPolicy, Sandbox
+from opendsec import Client, InvalidRequest, NetworkPolicy, Sandbox, VmOptions
 from opendsec._sync._connect import gone
 
 from ._output import note, waiting
@@ -47,6 +49,18 @@ def awake(client: Client, sandbox_id: str) -> Sandbox:
         return sandbox
 
 
+def _text_of(name: str | None) -> str | None:
+    """The content of a file, or of the standard input."""
+    if name is None:
+        return None
+    if name == "-":
+        return sys.stdin.read()
+    try:
+        return Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidRequest(f"--user-data: cannot read {name}: {exc}") from exc
+
+
 def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``Client.create`` that were given."""
     network = None
@@ -54,6 +68,9 @@ def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
         network = NetworkPolicy(
             internet=not args.no_network, allow=tuple(args.allow), deny=tuple(args.deny)
         )
+    vm = None
+    if args.user_data is not None or args.firmware is not None:
+        vm = VmOptions(user_data=_text_of(args.user_data), firmware=args.firmware)
     return {
         "template": args.from_snapshot or args.template,
         "cpu": args.cpu,
@@ -70,5 +87,6 @@ def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "auto_resume": args.auto_resume,
         "network": network,
         "backend": args.backend,
+        "vm": vm,
         "idempotency_key": args.idempotency_key,
     }
