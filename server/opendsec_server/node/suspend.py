@@ -291,6 +291,8 @@ class Suspend:
     async def continue_interrupted(self, box: Sandbox) -> None:
         """Its processes live; the operation that the last daemon had begun is undone."""
         if box.record.pid is not None:
+            # Its agent may have been told that it is being paused.
+            box.asleep = box.state is State.PAUSING and box.record.pause_mode is not None
             await self._go_on(box, self._lifecycle.backend_of(box), cause="reconcile")
 
     async def settle_paused(self, box: Sandbox, mode: StateMode, message: str | None) -> None:

@@ -184,7 +184,7 @@ async def test_full_disk_loses_nothing(make_node: MakeNode) -> None:
     node = make_node(disk_pool_mb=1_536)
     await node.start()
     spec = await create(node)
-    await node.exec(spec, "head -c 150M /dev/urandom >/dev/shm/fill; echo kept >~/file; sync")
+    await node.exec(spec, "head -c 80M /dev/urandom >/dev/shm/fill; echo kept >~/file; sync")
     pool = node.config.state_path / "pool"
     fill = pool / "fill"
     with fill.open("wb") as file, pytest.raises(OSError):
@@ -202,7 +202,7 @@ async def test_full_disk_loses_nothing(make_node: MakeNode) -> None:
     await resume(node, spec)
     assert (await node.exec(spec, "cat ~/file; stat -c %s /dev/shm/fill"))[1].split() == [
         "kept",
-        str(150 << 20),
+        str(80 << 20),
     ]
 
 
