@@ -106,7 +106,7 @@ def test_console(server: Server, machine: Sandbox) -> None:
         console.send(b"root\n")
         console.until(b"# ", CONSOLE_S)
         console.send(b"echo $((6 * 7))things\n")
-        console.until(b"\n42things", CONSOLE_S)
+        console.until(b"42things", CONSOLE_S)
         console.send(b"exit\n")
     _status, answer = server.request_json("GET", f"/v1/sandboxes/{machine.sandbox_id}/console")
     assert "42things" in answer["text"]
