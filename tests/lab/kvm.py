@@ -45,7 +45,8 @@ ip link set eth0 up && ip addr add 10.0.2.15/24 dev eth0 && ip route add default
 stty -F /dev/ttyS1 raw -echo
 modprobe -q kvm_amd || modprobe -q kvm_intel
 [ -c /dev/kvm ] || echo "lab: NO /dev/kvm, nested virtualisation does not work" >/dev/ttyS1
-mkdir -p {clone} && tar -C {clone} -xf /lab/clone.tar && ln -s {venv} {clone}/.venv
+( mkdir -p {clone} && tar -C {clone} -xf /lab/clone.tar && ln -s {venv} {clone}/.venv ) \
+  >/dev/ttyS1 2>&1
 cp /lab/bin/* {venv}/bin/ 2>/dev/null
 if [ -e /lab/with-images ]; then
   mkdir -p /mnt/images {images}
@@ -116,6 +117,7 @@ def _prepare(lab: Path, command: list[str], options: Options) -> None:
     programs = lab / "bin"
     programs.mkdir()
     (lab / "out").mkdir()
+    _pack_clone(lab / "clone.tar")
     # A guest in an emulated host is slow, but it is not the kind of slow that means a hang.
     environment = {
         "OPENDSEC_KVM_PROBE_TIMEOUT_S": "180",
