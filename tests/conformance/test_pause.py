@@ -87,6 +87,7 @@ def test_a_reboot_forgets_the_kept_memory(make: Maker) -> None:
     one = make()
     one.spawn("sleep 600").disconnect()
     one.files.write("kept.txt", "kept")
+    one.exec("sync", check=True)  # as after a power cut, only this makes sure of it
     one.pause("full")
     one.resume(reboot=True)
     assert one.processes() == []
