@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from opendsec import Client, Sandbox
+from opendsec import BackendInfo, Client, Sandbox
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.node.vmm.firecracker.program import find_programs
 from tests import leaks
 from tests.harness import Server, new_server
+from tests.vm.image import ensure_image, missing_programs
 
-from .kit import REFUSED, Bench, Maker
+from .kit import REFUSED, Bench, Maker, until
 from .outside import PRIVATE, Outside, open_outside
 from .table import Table
 
@@ -28,6 +29,7 @@ COLUMNS = ("container", "microvm-qemu", "microvm-firecracker", "vm")
 
 HERE = Path(__file__).parent
 TEST_TIMEOUT_S = 300
+SLOW = "full machines boot for minutes where they are emulated; ask for them: --backend vm"
 TABLE = pytest.StashKey[Table]()
 OFFERED: dict[str, str] = {}
 """Backends that a server of this run turned out not to have, with the reason."""
@@ -41,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         dest="conformance_backends",
         help="backend to test, as the API names it, or with its program: microvm-qemu; repeatable",
+    )
+    group.addoption(
+        "--template",
+        dest="conformance_template",
+        help="template or disk image to make sandboxes of; by default base, and for backends that "
+        "boot disk images one that is built here",
     )
     group.addoption(
         "--server", dest="conformance_server", help="URL of a running server to test instead"
@@ -161,19 +169,41 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside | None
         yield far
 
 
-def _bench(table: Table, column: str, client: Client, server: Server | None) -> Bench:
+def _bench(config: pytest.Config, column: str, client: Client, server: Server | None) -> Bench:
+    table = config.stash[TABLE]
     name, _, program = column.partition("-")
     backends = client.server_info().backends
-    for backend in backends:
-        OFFERED.pop(backend.name, None)
+    chosen = config.getoption("conformance_backends", None)
+    for info in backends:
+        if info.capabilities.disk_images and info.accelerator == "tcg" and not chosen:
+            OFFERED[info.name] = SLOW
     for info in backends:
         if info.name == name and (not program or (info.vmm or "").startswith(program)):
             words = [word for word in (info.vmm, info.accelerator) if word not in (None, "none")]
             table.columns[column] = ", ".join(str(word) for word in words) or "no VMM"
-            return Bench(column, name, info, client, server)
+            if column in OFFERED:
+                _absent(table, column, OFFERED[column])
+            return Bench(column, name, info, client, server, _template(config, info, server))
     offers = ", ".join(f"{b.name} ({b.vmm})" if b.vmm else b.name for b in backends)
     _absent(table, column, f"the server offers only: {offers}")
     raise AssertionError("not reached")
+
+
+def _template(config: pytest.Config, info: BackendInfo, server: Server | None) -> str:
+    asked: str | None = config.getoption("conformance_template", None)
+    if asked or not info.capabilities.disk_images or server is None:
+        return asked or "base"
+    missing = missing_programs()
+    if missing:
+        pytest.skip(f"a disk image cannot be built: {', '.join(missing)} not installed")
+    image = ensure_image(lambda line: print(f"disk image: {line}", flush=True))
+    server.opendsecd("image", "import", "conformance", str(image.qcow2))
+    with Client(base_url=server.url, api_key=server.api_key) as client:
+        until(
+            lambda: any(one.name == "conformance" for one in client.templates()),
+            "the disk image is not registered",
+        )
+    return "conformance"
 
 
 def _absent(table: Table, column: str, why: str) -> None:
@@ -191,7 +221,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     if url:
         key = request.config.getoption("conformance_key", None)
         with Client(base_url=url, api_key=key) as client:
-            yield _bench(table, column, client, None)
+            yield _bench(request.config, column, client, None)
         return
     if os.geteuid() != 0:
         _absent(table, column, "a server of our own needs root; or give --server URL")
@@ -205,7 +235,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     try:
         server.start()
         with Client(base_url=server.url, api_key=server.api_key) as client:
-            yield _bench(table, column, client, server)
+            yield _bench(request.config, column, client, server)
         server.stop()
         server.start()
         _assert_no_remains(server, mapped_too=True)

@@ -24,6 +24,8 @@ Mode = Literal["full", "filesystem"]
 
 MEMORY_MB = 256
 DISK_MB = 512
+IMAGE_MEMORY_MB = 768
+IMAGE_DISK_MB = 3_072
 WAIT_S = 60.0
 """The most that anything which should happen soon may take; emulated guests are slow."""
 
@@ -40,7 +42,8 @@ class Bench:
         backend: Its name in the API.
         info: What the server says of it; ``info.capabilities`` decides what it must do.
         server: The instance that the suite runs itself; None: somebody else's, by URL.
-        outside: Where the internet's stand-in logs; None where there is none.
+        template: What sandboxes are made of, unless a test says otherwise.
+        notes: What the running test says of itself.
     """
 
     column: str
@@ -48,6 +51,7 @@ class Bench:
     info: BackendInfo
     client: Client
     server: Server | None
+    template: str = "base"
     notes: list[tuple[str, object]] = field(default_factory=list)
 
     @property
@@ -65,8 +69,10 @@ class Bench:
         sizes: dict[str, Any] = {}
         if "template" not in wanted:
             sizes = {"cpu": 1, "memory_mb": MEMORY_MB, "disk_mb": DISK_MB}
+            if self.can.disk_images:  # another's init wants more, and the image has its size
+                sizes = {"cpu": 1, "memory_mb": IMAGE_MEMORY_MB, "disk_mb": IMAGE_DISK_MB}
         return self.client.create(
-            wanted.pop("template", "base"),
+            wanted.pop("template", self.template),
             **{"timeout_s": 1200, "backend": self.backend, **sizes, **wanted},
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from opendsec import Sandbox
 
-from .kit import MEMORY_MB, Bench, Maker, until
+from .kit import Bench, Maker, until
 
 MANY_PROCESSES = """
 import os, signal
@@ -21,14 +21,15 @@ os.killpg(0, signal.SIGKILL)
 
 
 def test_memory_is_limited_and_the_eater_is_killed(sandbox: Sandbox) -> None:
-    eaten = sandbox.exec(["python3", "-ISc", f"x = bytearray({MEMORY_MB * 4} * 1024 * 1024)"])
+    size_mb = sandbox.record.memory_mb
+    eaten = sandbox.exec(["python3", "-ISc", f"x = bytearray({size_mb * 4} * 1024 * 1024)"])
     assert eaten.exit_code in (1, 137), eaten
     assert eaten.exit_code == 137 or "MemoryError" in eaten.stderr
     assert sandbox.exec("echo still here").stdout == "still here\n"
 
 
 def test_the_agent_survives_memory_pressure(sandbox: Sandbox) -> None:
-    eater = f"x = bytearray({MEMORY_MB - 60} * 1024 * 1024)"
+    eater = f"x = bytearray({sandbox.record.memory_mb - 60} * 1024 * 1024)"
     sandbox.exec(f"for i in 1 2 3; do python3 -ISc '{eater}' & done; wait")
     assert sandbox.exec("echo still here").stdout == "still here\n"
     assert sandbox.info().state == "running"
@@ -74,7 +75,7 @@ def test_a_machine_has_the_processors_it_was_given(bench: Bench, sandbox: Sandbo
 def test_a_machine_has_the_memory_it_was_given(bench: Bench, sandbox: Sandbox) -> None:
     seen_mb = int(sandbox.exec("grep MemTotal /proc/meminfo").stdout.split()[1]) / 1024
     if bench.can.own_kernel:
-        assert MEMORY_MB * 0.7 <= seen_mb <= MEMORY_MB
+        assert sandbox.record.memory_mb * 0.7 <= seen_mb <= sandbox.record.memory_mb
     else:
         assert seen_mb > 0
 
@@ -83,6 +84,6 @@ def test_metrics_are_taken_from_outside(sandbox: Sandbox) -> None:
     samples = until(lambda: sandbox.metrics(), "no sample")
     last = samples[-1]
     assert last.cpu_count == 1
-    assert last.memory_total_bytes == MEMORY_MB * 1024 * 1024
+    assert last.memory_total_bytes == sandbox.record.memory_mb * 1024 * 1024
     assert last.memory_used_bytes > 0
     assert 0 <= last.disk_used_bytes <= last.disk_total_bytes
