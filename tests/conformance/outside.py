@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import os
 import secrets
 import socket
 import struct
@@ -28,6 +29,7 @@ HOST_END = "198.51.100.1"
 PORT = 8_080
 ANSWER = "198.51.100.77"
 NAME = "service.example"
+PREFIX = "odo"
 LOCK = Path("/var/tmp/opendsec-conformance-outside.lock")
 READY_WITHIN_S = 20.0
 
@@ -70,8 +72,9 @@ def open_outside(folder: Path) -> Iterator[Outside]:
     """Make it; its addresses are fixed, so there is one at a time on a machine."""
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        name = "odo" + secrets.token_hex(3)
-        link = f"o{name[3:]}"
+        _remove_stale()
+        name = PREFIX + secrets.token_hex(3)
+        link = _link_of(name)
         _ip("netns", "add", name)
         try:
             _ip("link", "add", link, "type", "veth", "peer", "name", "far", "netns", name)
@@ -88,6 +91,18 @@ def open_outside(folder: Path) -> Iterator[Outside]:
             _ip("netns", "del", name)
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("link", "del", link)
+
+
+def _link_of(name: str) -> str:
+    return f"o{name.removeprefix(PREFIX)}"
+
+
+def _remove_stale() -> None:
+    """What a killed run left; the lock says that none is at work."""
+    for entry in Path("/run/netns").glob(f"{PREFIX}*"):
+        _ip("netns", "del", entry.name)
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "del", _link_of(entry.name))
 
 
 def _run(name: str, log: Path) -> Iterator[Outside]:
@@ -140,7 +155,10 @@ async def _main(log: Path) -> None:
     await loop.create_datagram_endpoint(_Resolver, local_addr=(PRIVATE, 53))
     server = await asyncio.start_server(talk, "0.0.0.0", PORT)
     note("", "ready")
-    await server.serve_forever()
+    parent = os.getppid()
+    while os.getppid() == parent:  # a killed test run must not leave it behind
+        await asyncio.sleep(1)
+    server.close()
 
 
 if __name__ == "__main__":
