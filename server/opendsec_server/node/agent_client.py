@@ -145,7 +145,9 @@ async def initialise(
         give_up: Asked before each attempt; a text ends the attempts.
         token: Control token that the agent holds now. None: none yet, or the sandbox's own.
         fresh: Of a virtual machine.
-        connect_timeout_s: How long one attempt waits for a connection. None: as long as is left.
+        connect_timeout_s: How long the first attempt waits for a connection; later ones wait
+            longer, about a tenth of the time since, for guests that are slow to answer at all.
+            None: as long as is left.
 
     Raises:
         TimeoutError: it never listened.
@@ -173,6 +175,8 @@ async def initialise(
                 connect_timeout_s,
             )
         except NotListening:
+            if connect_timeout_s is not None:
+                connect_timeout_s = min(1.1 * connect_timeout_s, limits.GUEST_CONNECT_TIMEOUT_MAX_S)
             await asyncio.sleep(limits.AGENT_CONNECT_PAUSE_S)
         else:
             return

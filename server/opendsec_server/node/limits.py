@@ -30,6 +30,9 @@ AGENT_SYNC_TIMEOUT_S = 20.0
 GUEST_CONNECT_TIMEOUT_S = 0.1
 """One attempt to reach the agent of a booting machine, whose network drops what comes too early."""
 
+GUEST_CONNECT_TIMEOUT_MAX_S = 2.0
+"""What the attempts' time grows to: the network of a guest in an emulated host is that slow."""
+
 START_BUDGET_EMULATED_S = 180.0
 """Instead of ``START_BUDGET_S`` where guests are emulated: many may boot at once."""
 

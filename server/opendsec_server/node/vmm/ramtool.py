@@ -12,7 +12,7 @@ from opendsec_server.contract.errors import PlatformError, SnapshotDamaged
 from opendsec_server.node.process import Finished, ProgramTimeout, run
 
 _DAMAGED_CODE = 3
-_CALL_TIMEOUT_S = 10.0
+_CALL_TIMEOUT_S = 60.0
 _SLOWEST_BYTES_PER_S = 20 * 1024 * 1024
 """A disk below this is treated as hung."""
 
