@@ -34,6 +34,7 @@ from opendsec_server.contract.states import EndReason, State
 from opendsec_server.node import process
 from opendsec_server.node.journal import Record
 from opendsec_server.node.lifecycle import Lifecycle
+from opendsec_server.node.paths import NodePaths
 from opendsec_server.node.sandbox import Sandbox
 from opendsec_server.node.suspend import Suspend
 from opendsec_server.node.tests.machine import small_spec
@@ -269,11 +270,8 @@ async def world(schedule: Schedule, directory: Path, *, memory: bool) -> World:
         used_bytes=lambda _name: 1,
         create_snapshot=lambda _sandbox, _name: directory / "snapshots",
     )
-    paths = SimpleNamespace(
-        saved_memory=lambda _name: directory / "memory",
-        kept_disk=lambda _name: directory / "memory" / "disk",
-        machine_disk=lambda _name: directory / "disk",
-    )
+    paths = NodePaths(directory, directory)
+    paths.disk(spec.sandbox_id).mkdir(parents=True)
     services = SimpleNamespace(pool=pool, paths=paths, snapshots=snapshots)
     suspend = Suspend(services, lifecycle)  # type: ignore[arg-type]
     lifecycle.time_out, lifecycle.lost_memory = suspend.time_out, suspend.lost_memory
@@ -348,7 +346,7 @@ async def check_end(w: World, *, killed: bool, died: bool) -> None:
             assert machine.frozen or died
         elif box.record.pause_mode == "full":
             assert machine.alive is None
-            assert w.suspend._paths.saved_memory("").is_dir()
+            assert w.suspend._paths.saved_memory(box.sandbox_id).is_dir()
         resuming = asyncio.ensure_future(w.begin("resume"))  # type: ignore[arg-type]
         await drive(w, [resuming], failures=False)
         if died and resuming.exception() is not None:
