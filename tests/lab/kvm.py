@@ -121,7 +121,7 @@ def _prepare(lab: Path, command: list[str], options: Options) -> None:
     # A guest in an emulated host is slow, but it is not the kind of slow that means a hang.
     environment = {
         "OPENDSEC_KVM_PROBE_TIMEOUT_S": "180",
-        "OPENDSEC_TEST_TIME_FACTOR": "5",
+        "OPENDSEC_TEST_TIME_FACTOR": "10",
         **options.environment,
     }
     for name, variable in OUR_PROGRAMS.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -19,6 +20,7 @@ from opendsec_server.config import Config, ConfigError
 from opendsec_server.contract.errors import OpendsecError
 from opendsec_server.contract.node import NetworkPolicy, SandboxSpec
 from opendsec_server.contract.states import EndReason
+from opendsec_server.node import limits
 from opendsec_server.node.mountns import enter_private_mount_namespace
 from opendsec_server.node.node import Node
 
@@ -75,6 +77,9 @@ class Driver:
 
 async def main() -> None:
     """Start a node from the configuration in the first argument; serve standard input."""
+    factor = float(os.environ.get("OPENDSEC_TEST_TIME_FACTOR", "1"))
+    if factor > 1:  # an emulated host, where making a template takes minutes
+        limits.START_BUDGET_EMULATED_S *= factor
     try:
         node = await Node.start(msgspec.json.decode(sys.argv[1].encode(), type=Config))
     except ConfigError as exc:
