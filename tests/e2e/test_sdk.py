@@ -174,7 +174,8 @@ def test_idle_time_out_ends_an_idle_one_only(client: Client) -> None:
         ({"timeout_s": 10**12}, InvalidRequest),
         ({"metadata": {"k" * 10_000: "v"}}, InvalidRequest),
         ({"env": {"A\0B": "v"}}, InvalidRequest),
-        ({"backend": "vm"}, NotSupported),
+        ({"backend": "vm"}, TemplateNotFound),  # base is no disk image
+        ({"backend": "fncall"}, NotSupported),
     ],
 )
 def test_bad_parameters(client: Client, parameters: dict[str, object], error: type) -> None:
