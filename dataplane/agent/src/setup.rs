@@ -93,15 +93,28 @@ impl SystemSetup {
 
     fn write_facts(&self, dir: &Path) -> io::Result<()> {
         fs::create_dir_all(dir)?;
-        fs::write(dir.join(".E2B_SANDBOX"), "true")?;
+        write_anew(&dir.join(".E2B_SANDBOX"), "true")?;
         if let Some(id) = &self.sandbox_id {
-            fs::write(dir.join(".E2B_SANDBOX_ID"), id)?;
+            write_anew(&dir.join(".E2B_SANDBOX_ID"), id)?;
         }
         if let Some(id) = &self.template_id {
-            fs::write(dir.join(".E2B_TEMPLATE_ID"), id)?;
+            write_anew(&dir.join(".E2B_TEMPLATE_ID"), id)?;
         }
         Ok(())
     }
+}
+
+/// Writes a new file in the place of whatever is there: opening a FIFO of the sandbox would block.
+fn write_anew(path: &Path, text: &str) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(err) if err.kind() != ErrorKind::NotFound => return Err(err),
+        _ => {}
+    }
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(path)?;
+    io::Write::write_all(&mut file, text.as_bytes())
 }
 
 /// A sandbox whose disk is full, or that has taken its `/proc` apart, still gets its new tokens and

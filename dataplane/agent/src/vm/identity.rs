@@ -2,9 +2,9 @@
 //! The names of a machine: host name, machine id, boot id.
 
 use std::fs::{self, Permissions};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
@@ -12,8 +12,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::mount::{MoveMountFlags, OpenTreeFlags, UnmountFlags, move_mount, open_tree, unmount};
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
-/// Largest `/etc/hosts` that is rewritten.
-const HOSTS_BYTES_MAX: u64 = 1024 * 1024;
+/// Largest file of names that is read and rewritten.
+const FILE_BYTES_MAX: u64 = 1024 * 1024;
 
 /// What `/etc/hosts` says in a fresh sandbox.
 pub fn hosts_of(name: &str) -> String {
@@ -26,7 +26,7 @@ pub fn hosts_of(name: &str) -> String {
 /// Errors: what the disk says.
 pub fn rename_host(etc: &Path, name: &str) -> io::Result<()> {
     let hostname = etc.join("hostname");
-    let before = match fs::read_to_string(&hostname) {
+    let before = match read_plain(&hostname) {
         Ok(text) => text.trim().to_owned(),
         Err(err) if err.kind() == ErrorKind::NotFound => String::new(),
         Err(err) => return Err(err),
@@ -35,8 +35,7 @@ pub fn rename_host(etc: &Path, name: &str) -> io::Result<()> {
         return Ok(());
     }
     let hosts = etc.join("hosts");
-    let small = fs::metadata(&hosts).is_ok_and(|meta| meta.len() <= HOSTS_BYTES_MAX);
-    if let (true, Ok(text)) = (small && !before.is_empty(), fs::read_to_string(&hosts)) {
+    if let (false, Ok(text)) = (before.is_empty(), read_plain(&hosts)) {
         let renamed = replace_host(&text, &before, name);
         if renamed != text {
             replace_file(&hosts, &renamed)?;
@@ -45,6 +44,22 @@ pub fn rename_host(etc: &Path, name: &str) -> io::Result<()> {
         replace_file(&hosts, &hosts_of(name))?;
     }
     replace_file(&hostname, &format!("{name}\n"))
+}
+
+/// The text of a small plain file. The sandbox may have put anything in its place: a FIFO that would
+/// block for ever, a device without an end.
+fn read_plain(path: &Path) -> io::Result<String> {
+    let file = fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+        .open(path)?;
+    let meta = file.metadata()?;
+    if !meta.is_file() || meta.len() > FILE_BYTES_MAX {
+        return Err(io::Error::other("not a small plain file"));
+    }
+    let mut text = String::new();
+    file.take(FILE_BYTES_MAX).read_to_string(&mut text)?;
+    Ok(text)
 }
 
 /// The text of `hosts(5)` with one name in place of another; white space stays as it is.

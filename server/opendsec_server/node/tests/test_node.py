@@ -256,7 +256,7 @@ async def test_full_node(make_node: MakeNode) -> None:
 
 async def test_unknown_image_and_backend(node: NodeProcess) -> None:
     assert await refused(node, "create", small_spec(image="nowhere")) == "template_not_found"
-    assert await refused(node, "create", small_spec(backend="vm")) == "not_supported"
+    assert await refused(node, "create", small_spec(backend="fncall")) == "not_supported"
     assert await node.call("list") == []
 
 
