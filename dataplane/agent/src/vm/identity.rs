@@ -174,6 +174,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_is_no_plain_file_is_left_alone_and_never_waited_for() {
+        let dir = crate::testing::TempDir::new();
+        let hostname = dir.path().join("hostname");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &hostname, Mode::RUSR | Mode::WUSR).unwrap();
+        assert!(rename_host(dir.path(), "new").is_err());
+        assert!(!fs::symlink_metadata(&hostname).unwrap().is_file());
+    }
+
+    #[test]
     fn a_host_is_renamed_and_the_rest_stays() {
         let dir = crate::testing::TempDir::new();
         let etc = dir.path();
