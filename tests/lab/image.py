@@ -29,6 +29,7 @@ PACKAGES = (
     *("crun", "nftables", "iproute2", "btrfs-progs", "erofs-utils", "e2fsprogs", "mmdebstrap"),
     *("python3", "python3-venv", "ca-certificates", "curl", "openssl", "git", "strace"),
     *("busybox-static", "cpio", "zstd", "xz-utils", "lz4", "dpkg-dev", "qemu-system-x86"),
+    *("ovmf", "xorriso"),
 )
 
 UNIT = f"""\
