@@ -273,12 +273,12 @@ class FirecrackerVmm:
         ram, devices = memory / RAM_FILE, memory / DEVICES_FILE
         ram_bytes = notes.ram_bytes
         try:
-            kind, over_base = await process.finish_in_thread(self._lay_base, run_dir, notes, ram)
+            kind = await process.finish_in_thread(self._lay_base, run_dir, notes, ram)
             # Changed pages are counted anew even by a save that fails: until this one is known to
             # be whole, nothing may be laid over an older file.
             saved.write_notes(run_dir, msgspec.structs.replace(notes, since="unknown", mark=None))
             await self._write_memory(run_dir, pid, memory, kind, notes)
-            zero_bytes = 0 if over_base else await files.dig_holes(ram)
+            zero_bytes = await process.finish_in_thread(files.dig_holes, ram)
             found = await process.finish_in_thread(_finish_files, ram, devices, ram_bytes)
             mark = self._bases.keep(run_dir, ram)
             saved.write_notes(run_dir, msgspec.structs.replace(notes, since="file", mark=mark))
@@ -294,20 +294,18 @@ class FirecrackerVmm:
             took_s=time.monotonic() - started,
         )
 
-    def _lay_base(
-        self, run_dir: Path, notes: saved.Notes, ram: Path
-    ) -> tuple[Literal["Full", "Diff"], bool]:
-        """Prepare the RAM file: which kind of save, and whether it is laid over a base."""
+    def _lay_base(self, run_dir: Path, notes: saved.Notes, ram: Path) -> Literal["Full", "Diff"]:
+        """Prepare the RAM file; which kind of save can be written to it."""
         features = self.programs.features
         if not features.diff_of_any_size and notes.ram_bytes > _DIFF_RAM_MAX_BYTES:
-            return "Full", False
+            return "Full"
         if notes.since == "boot":
-            return "Diff", False
+            return "Diff"
         if notes.since == "file" and notes.mark is not None:
             base_fd = self._bases.find(run_dir, notes.mark)
             if base_fd is not None and saved.clone_file(base_fd, ram):
-                return "Diff", True
-        return "Full", False
+                return "Diff"
+        return "Full"
 
     async def _write_memory(
         self, run_dir: Path, pid: int, memory: Path, kind: str, notes: saved.Notes
@@ -334,7 +332,6 @@ class FirecrackerVmm:
     async def seal(self, memory: Path, *, durable: bool) -> None:
         ram = memory / RAM_FILE
         try:
-            await files.dig_holes(ram)
             await ramtool.compute_sums(SnapshotFailed, ram, memory / SUMS_FILE)
             await process.finish_in_thread(_seal, memory, durable)
         except (OSError, msgspec.DecodeError, process.ProgramTimeout) as exc:
