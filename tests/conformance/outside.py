@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opendsec_server.node.tests.world import LOCK, remove_stale_worlds
+
 PUBLIC = "198.51.100.10"
 PRIVATE = "192.168.78.10"
 METADATA = "169.254.169.254"
@@ -30,7 +32,6 @@ PORT = 8_080
 ANSWER = "198.51.100.77"
 NAME = "service.example"
 PREFIX = "odo"
-LOCK = Path("/var/tmp/opendsec-conformance-outside.lock")
 READY_WITHIN_S = 20.0
 
 TALKER = f"""
@@ -70,9 +71,9 @@ def _ip(*arguments: str) -> None:
 @contextlib.contextmanager
 def open_outside(folder: Path) -> Iterator[Outside]:
     """Make it; its addresses are fixed, so there is one at a time on a machine."""
-    with LOCK.open("w") as lock:
+    with Path(LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _remove_stale()
+        remove_stale_worlds()
         name = PREFIX + secrets.token_hex(3)
         link = _link_of(name)
         _ip("netns", "add", name)
@@ -95,14 +96,6 @@ def open_outside(folder: Path) -> Iterator[Outside]:
 
 def _link_of(name: str) -> str:
     return f"o{name.removeprefix(PREFIX)}"
-
-
-def _remove_stale() -> None:
-    """What a killed run left; the lock says that none is at work."""
-    for entry in Path("/run/netns").glob(f"{PREFIX}*"):
-        _ip("netns", "del", entry.name)
-        with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("link", "del", _link_of(entry.name))
 
 
 def _run(name: str, log: Path) -> Iterator[Outside]:

@@ -168,8 +168,11 @@ class MicrovmBackend:
         """By what the guest said last, or by how the VMM ended."""
         console = self._vmm.console_tail(self._paths.machine_run(box.sandbox_id)).strip()
         tail = console[-_CONSOLE_CHARS_MAX:]
-        if _PANIC in console:
-            return EndReason.KERNEL_PANIC, f"the guest's kernel panicked; its console ends: {tail}"
+        panic = console.find(_PANIC)
+        if panic >= 0:
+            # From the panic on: what follows it may be longer than the tail.
+            words = console[panic : panic + _CONSOLE_CHARS_MAX]
+            return EndReason.KERNEL_PANIC, f"the guest's kernel panicked; its console: {words}"
         if _INIT_FAILED in console:
             return EndReason.EXITED, f"the guest's init gave up; its console ends: {tail}"
         kills = self._cgroups.oom_kills(box.sandbox_id)

@@ -88,7 +88,19 @@ def make_world() -> Iterator[World]:
         pytest.skip("a network namespace needs root")
     with Path(LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_stale_worlds()
         yield from _make_world()
+
+
+def remove_stale_worlds() -> None:
+    """What killed runs left, of this kind and of the conformance suite's: same addresses."""
+    for prefix in ("odw", "odo"):
+        for entry in Path("/run/netns").glob(f"{prefix}*"):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", entry.name)
+            # At once: a process in the namespace would hold the link and its routes.
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("link", "del", prefix[2] + entry.name.removeprefix(prefix))
 
 
 def _make_world() -> Iterator[World]:
