@@ -30,6 +30,7 @@ from typing import Literal
 from bench.server import bench_server
 from bench.stats import Result, print_ratio, print_results, summarise, write_json
 from opendsec import Client, Sandbox
+from opendsec_server.binaries import find_agent
 from opendsec_server.images.guest import ensure_guest, guest_cmdline
 from opendsec_server.images.guest.cmdline import GUEST_MAC, layer_serial
 from opendsec_server.images.store import ImageStore
@@ -104,7 +105,7 @@ async def bare_restores(server: Server, count: int) -> Result:
     await vmm.probe()
     images = ImageStore(state / "images")
     guest = await ensure_guest(
-        server.config, state / "images", Path(shutil.which("opendsec-agent") or "")
+        server.config, state / "images", find_agent(server.config)
     )
     durations = []
     work = state / "pool/bench"
