@@ -16,6 +16,8 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── SandboxNotFound
     │   │   ├── TemplateNotFound
     │   │   ├── SnapshotNotFound
+    │   │   ├── ImageNotFound
+    │   │   ├── BuildNotFound
     │   │   ├── FileNotFound            local
     │   │   └── ProcessNotFound         local
     │   ├── Conflict
@@ -25,7 +27,10 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── StateConflict
     │   │   │   ├── AlreadyPaused
     │   │   │   └── SandboxPaused       local
+    │   │   ├── ImageInUse
     │   │   └── AlreadyExists           local
+    │   ├── RegistryDenied
+    │   ├── BuildFailed
     │   ├── MethodNotAllowed
     │   ├── PayloadTooLarge
     │   ├── NotSupported
@@ -37,12 +42,15 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   └── CommandTimeout              local
     ├── CapacityError        fault=capacity  try later or elsewhere (retryable)
     │   ├── QuotaExceeded
-    │   └── NodeFull
+    │   ├── NodeFull
+    │   └── RegistryLimited
     └── PlatformError        fault=platform  never the program's failure
         ├── Internal
         ├── SandboxStartFailed          (retryable)
         ├── AgentUnresponsive           (retryable)
         ├── NodeUnavailable             (retryable)
+        ├── RegistryUnavailable         (retryable)
+        ├── ImageDamaged
         ├── StoreUnavailable            (retryable)
         ├── StartTimeout                (retryable)
         ├── SnapshotFailed              (retryable)
@@ -292,6 +300,43 @@ class AlreadyExists(Conflict):
     default_remediation = "Choose another path, or remove the present one first."
 
 
+class ImageNotFound(NotFound):
+    """No such image: not on the node, or the registry has none of that name and processor."""
+
+    code = "image_not_found"
+    default_remediation = "Check the reference, its tag and its registry; list the images here."
+
+
+class ImageInUse(Conflict):
+    """Sandboxes, snapshots or templates stand on the image."""
+
+    code = "image_in_use"
+    default_remediation = "End or delete what uses it first."
+
+
+class RegistryDenied(UserError):
+    """The registry wants credentials, or refuses those it got."""
+
+    code = "registry_denied"
+    http_status = 403
+    default_remediation = "Give credentials that may pull the image, and check its name."
+
+
+class BuildNotFound(NotFound):
+    """No such build of a template for this caller."""
+
+    code = "build_not_found"
+    default_remediation = "Check the template and build ids; list the template's builds."
+
+
+class BuildFailed(UserError):
+    """A step of a template build failed by what the step itself did."""
+
+    code = "build_failed"
+    http_status = 422
+    default_remediation = "Read the log of the failed step, mend the step and build again."
+
+
 class MethodNotAllowed(UserError):
     """The address exists, but not with this HTTP method: client and server do not match."""
 
@@ -398,6 +443,13 @@ class QuotaExceeded(CapacityError):
     default_remediation = "End sandboxes you no longer need, or ask for a higher quota."
 
 
+class RegistryLimited(CapacityError):
+    """The registry answers that too much was asked of it (429)."""
+
+    code = "registry_limited"
+    default_remediation = "Wait as long as retry_after_s says, log in, or use a mirror."
+
+
 class NodeFull(CapacityError):
     """The node has no free slot, memory or disk for another sandbox."""
 
@@ -448,6 +500,23 @@ class StoreUnavailable(PlatformError):
     code = "store_unavailable"
     retryable = True
     default_remediation = "Retry after a moment. Running sandboxes are not affected."
+
+
+class RegistryUnavailable(PlatformError):
+    """The registry cannot be reached, fails, or is too slow."""
+
+    code = "registry_unavailable"
+    http_status = 502
+    retryable = True
+    default_remediation = "Check the registry's address and health; try again."
+
+
+class ImageDamaged(PlatformError):
+    """What came from the registry is not what its digest says, or is no valid image."""
+
+    code = "image_damaged"
+    http_status = 502
+    default_remediation = "Push the image anew, or pull it from another registry."
 
 
 class StartTimeout(PlatformError):

@@ -182,6 +182,43 @@ class SnapshotNotFound(NotFound):
     default_remediation = "List snapshots and use one of their ids or names."
 
 
+class ImageNotFound(NotFound):
+    """No such image: not on the node, or the registry has none of that name and processor."""
+
+    code = "image_not_found"
+    default_remediation = "Check the reference, its tag and its registry; list the images here."
+
+
+class ImageInUse(Conflict):
+    """Sandboxes, snapshots or templates stand on the image."""
+
+    code = "image_in_use"
+    default_remediation = "End or delete what uses it first."
+
+
+class RegistryDenied(UserError):
+    """The registry wants credentials, or refuses those it got."""
+
+    code = "registry_denied"
+    http_status = 403
+    default_remediation = "Give credentials that may pull the image, and check its name."
+
+
+class BuildNotFound(NotFound):
+    """No such build of a template for this caller."""
+
+    code = "build_not_found"
+    default_remediation = "Check the template and build ids; list the template's builds."
+
+
+class BuildFailed(UserError):
+    """A step of a template build failed by what the step itself did."""
+
+    code = "build_failed"
+    http_status = 422
+    default_remediation = "Read the log of the failed step, mend the step and build again."
+
+
 class MethodNotAllowed(UserError):
     """The path exists, but not with this method."""
 
@@ -238,6 +275,13 @@ class QuotaExceeded(CapacityError):
     code = "quota_exceeded"
     http_status = 429
     default_remediation = "End sandboxes you no longer need, or ask for a higher quota."
+
+
+class RegistryLimited(CapacityError):
+    """The registry answers that too much was asked of it (429)."""
+
+    code = "registry_limited"
+    default_remediation = "Wait as long as retry_after_s says, log in, or use a mirror."
 
 
 class NodeFull(CapacityError):
@@ -327,6 +371,23 @@ class ResumeFailed(PlatformError):
     code = "resume_failed"
     retryable = True
     default_remediation = "Retry; if it repeats, resume it from its disk alone."
+
+
+class RegistryUnavailable(PlatformError):
+    """The registry cannot be reached, fails, or is too slow."""
+
+    code = "registry_unavailable"
+    http_status = 502
+    retryable = True
+    default_remediation = "Check the registry's address and health; try again."
+
+
+class ImageDamaged(PlatformError):
+    """What came from the registry is not what its digest says, or is no valid image."""
+
+    code = "image_damaged"
+    http_status = 502
+    default_remediation = "Push the image anew, or pull it from another registry."
 
 
 class StartTimeout(PlatformError):

@@ -11,6 +11,13 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from .images import (
+    ExecEvent,
+    ImageInfo,
+    NodeImages,
+    PackOptions,
+    StartCommand,
+)
 from .states import EndReason, State
 
 Backend = Literal["container", "microvm", "vm", "fncall"]
@@ -106,7 +113,9 @@ class SandboxSpec(msgspec.Struct, kw_only=True, frozen=True):
     backend: Backend = "container"
     template_id: str
     image: str
-    """Name of a layer set that the node's image store can resolve (``base``)."""
+    """Digest (``sha256:…``) of an image on the node, or a name that its store knows (``base``)."""
+    start: StartCommand | None = None
+    """Started with it and awaited. None: nothing but the guest agent runs."""
     cpu: float
     memory_mb: int
     disk_mb: int
@@ -259,6 +268,10 @@ class NodeEvent(msgspec.Struct, kw_only=True, frozen=True):
 class NodeClient(Protocol):
     """The node as the control plane sees it: in-process or over HTTP."""
 
+    @property
+    def images(self) -> NodeImages:
+        """Its image store."""
+
     async def info(self) -> NodeInfo:
         """Identity, abilities, load."""
 
@@ -346,6 +359,72 @@ class NodeClient(Protocol):
             SandboxNotFound: unknown or ended.
             StateConflict: it is starting, resuming or ending.
             NotSupported: the backend cannot keep memory; ask for ``filesystem``.
+            SnapshotFailed: it could not be saved; the sandbox goes on, nothing is left.
+            NodeFull: no room on the disk.
+        """
+
+    def exec(
+        self,
+        sandbox_id: str,
+        argv: tuple[str, ...],
+        *,
+        user: str | None = None,
+        workdir: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float,
+    ) -> AsyncIterator[ExecEvent]:
+        """Run a program in a running sandbox by its guest agent; ends with exactly one ``end``.
+
+        Args:
+            sandbox_id: Which.
+            argv: Program and arguments; no shell is added.
+            user: None: the sandbox's default user.
+            workdir: None: the user's home.
+            env: Added to the sandbox's.
+            timeout_s: After it the whole process tree is killed, and ``end`` says so.
+
+        Raises:
+            SandboxNotFound: unknown or ended.
+            StateConflict: it does not run now.
+            InvalidRequest: no such user, directory or program.
+            AgentUnresponsive: the agent went away; what became of the program is not known.
+        """
+
+    async def unpack(
+        self,
+        sandbox_id: str,
+        archive: str,
+        *,
+        source: str,
+        target: str,
+        user: str,
+        mode: int | None,
+    ) -> None:
+        """Copy files of a tar archive into a running sandbox, as a Dockerfile's COPY does.
+
+        Args:
+            sandbox_id: Which.
+            archive: Path of a tar file (plain, gzip or zstd) on the node.
+            source: Path in the archive to copy; its wildcards were resolved by who packed it.
+            target: Absolute path. With a trailing ``/``, or if it is a directory: into it.
+            user: Owner of what is copied, ``name`` or ``name:group``.
+            mode: Permission bits for what is copied. None: as packed.
+
+        Raises:
+            SandboxNotFound, StateConflict: as ``exec``.
+            InvalidRequest: a damaged archive, nothing of that name in it, no such user.
+            NodeFull: no room on the sandbox's disk.
+        """
+
+    async def pack(self, sandbox_id: str, options: PackOptions) -> ImageInfo:
+        """Make an image of a running or paused sandbox's changes and what it stands on.
+
+        The sandbox stands still for the copy only. Nothing half-made is ever visible.
+
+        Raises:
+            SandboxNotFound: unknown or ended.
+            StateConflict: it is starting, resuming or ending.
+            NotSupported: its backend has no layers.
             SnapshotFailed: it could not be saved; the sandbox goes on, nothing is left.
             NodeFull: no room on the disk.
         """
