@@ -33,13 +33,22 @@ class NotListening(AgentUnresponsive):
     """Nothing answers at the agent's port (yet)."""
 
 
-async def _connect(
-    address: str, timeout_s: float
+async def connect(
+    address: str, timeout_s: float, *, limit: int = _ANSWER_BYTES_MAX
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Raises NotListening: refused, or, as long as a guest has no network, no answer at all."""
+    """A connection to a guest agent.
+
+    Args:
+        address: The slot's address.
+        timeout_s: For the connection.
+        limit: Bytes that are read ahead.
+
+    Raises:
+        NotListening: refused, or, as long as a guest has no network, no answer at all.
+    """
     try:
         async with asyncio.timeout(timeout_s):
-            return await asyncio.open_connection(address, AGENT_PORT, limit=_ANSWER_BYTES_MAX)
+            return await asyncio.open_connection(address, AGENT_PORT, limit=limit)
     except (ConnectionRefusedError, TimeoutError) as exc:
         raise NotListening(f"the guest agent does not listen: {exc!r}") from exc
 
@@ -47,7 +56,7 @@ async def _connect(
 async def _exchange(
     address: str, method: str, path: str, token: str, body: bytes, connect_timeout_s: float
 ) -> tuple[int, bytes]:
-    reader, writer = await _connect(address, connect_timeout_s)
+    reader, writer = await connect(address, connect_timeout_s)
     try:
         writer.write(
             f"{method} {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
@@ -55,16 +64,25 @@ async def _exchange(
             f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
-        head = await reader.readuntil(b"\r\n\r\n")
-        status = int(head.split(b" ", 2)[1])
-        length = 0
-        for line in head.split(b"\r\n")[1:]:
-            name, _, value = line.partition(b":")
-            if name.strip().lower() == b"content-length":
-                length = min(int(value), _ANSWER_BYTES_MAX)
-        return status, await reader.readexactly(length)
+        return await read_answer(reader)
     finally:
         writer.close()
+
+
+async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Status and body of a small answer that states its length.
+
+    Raises:
+        OSError, asyncio.IncompleteReadError, ValueError, IndexError: there was none.
+    """
+    head = await reader.readuntil(b"\r\n\r\n")
+    status = int(head.split(b" ", 2)[1])
+    length = 0
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"content-length":
+            length = min(int(value), _ANSWER_BYTES_MAX)
+    return status, await reader.readexactly(length)
 
 
 async def _call(

@@ -94,3 +94,11 @@ EVENTS_QUEUED_MAX = 65_536
 DEV_SHM_BYTES = 64 * 1024 * 1024
 RUN_TMPFS_BYTES = 64 * 1024 * 1024
 NOFILE_MAX = 1_048_576
+
+EXEC_KEEPALIVE_S = 15
+EXEC_SILENCE_MAX_S = 90.0
+"""How often a guest agent shows that it is there while a program of ours prints nothing; and how
+long it may show nothing, for example because its sandbox is being saved."""
+
+UNPACK_SILENCE_MAX_S = 120.0
+"""How long an unpacking guest agent may take nothing, or take for its answer."""

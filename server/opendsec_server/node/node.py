@@ -13,6 +13,7 @@ import shutil
 import stat
 import time
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from opendsec_server.contract.errors import (
     SandboxStartFailed,
     StateConflict,
 )
+from opendsec_server.contract.images import ExecEvent
 from opendsec_server.contract.node import (
     ConsoleKind,
     MetricSample,
@@ -52,6 +54,7 @@ from .backends.choice import find_backends
 from .container import seccomp
 from .container.bundle import HostTraits
 from .container.runtime import OciRuntime
+from .exec import exec_events, unpack_archive
 from .hooks.admit import Admit
 from .journal import Journal, Record, Transition
 from .lifecycle import Lifecycle
@@ -373,6 +376,11 @@ class Node:
 
     async def route(self, sandbox_id: str) -> Route:
         """See ``NodeClient.route``."""
+        box, _address = await self._reachable(sandbox_id)
+        return _route_of(box)
+
+    async def _reachable(self, sandbox_id: str) -> tuple[Sandbox, str]:
+        """A running sandbox and its address. Waits while it is starting, pausing or resuming."""
         box = self._live(sandbox_id)
         if box.start_task is not None and not box.start_task.done():
             await asyncio.shield(box.start_task)
@@ -384,7 +392,7 @@ class Node:
             raise StateConflict(
                 f"sandbox {sandbox_id} is {box.state}", details={"state": str(box.state)}
             )
-        return _route_of(box)
+        return box, box.slot.address
 
     async def console(self, sandbox_id: str, kind: ConsoleKind) -> str:
         """See ``NodeClient.console``."""
@@ -406,6 +414,41 @@ class Node:
         if not backend.info.capabilities.console:
             raise NotSupported(f"a {box.spec.backend} has no console")
         return box, backend
+
+    async def exec(
+        self,
+        sandbox_id: str,
+        argv: tuple[str, ...],
+        *,
+        user: str | None = None,
+        workdir: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float,
+    ) -> AsyncIterator[ExecEvent]:
+        """See ``NodeClient.exec``."""
+        box, address = await self._reachable(sandbox_id)
+        events = exec_events(
+            address, box.spec, argv, user=user, workdir=workdir, env=env, timeout_s=timeout_s
+        )
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
+
+    async def unpack(
+        self,
+        sandbox_id: str,
+        archive: str,
+        *,
+        source: str,
+        target: str,
+        user: str,
+        mode: int | None,
+    ) -> None:
+        """See ``NodeClient.unpack``."""
+        box, address = await self._reachable(sandbox_id)
+        await unpack_archive(
+            address, box.spec, Path(archive), source=source, target=target, user=user, mode=mode
+        )
 
     async def route_by_signature(
         self, *, path: str, operation: str, username: str, signature: str, expiration: str | None

@@ -48,10 +48,16 @@ class Driver:
             "metrics": node.metrics,
             "transitions": node.transitions,
             "info": node.info,
+            "exec": self._exec,
+            "unpack": node.unpack,
             "events": self._events,
             "stop": node.stop,
             "purge": node.purge,
         }
+
+    async def _exec(self, sandbox_id: str, argv: list[str], **options: Any) -> list[Any]:
+        events = self._node.exec(sandbox_id, tuple(argv), **options)
+        return [msgspec.to_builtins(event) async for event in events]
 
     async def _events(self) -> list[dict[str, Any]]:
         return self._seen
