@@ -19,6 +19,7 @@ from opendsec_server.contract.errors import (
     TemplateNotFound,
 )
 from opendsec_server.contract.ids import is_snapshot_id
+from opendsec_server.contract.images import StartCommand
 from opendsec_server.contract.node import Backend, NodeClient, StateMode
 from opendsec_server.store import snapshots
 from opendsec_server.store.records import Snapshot, Template
@@ -49,6 +50,10 @@ class Origin(msgspec.Struct, kw_only=True, frozen=True):
     """The only one that can start it. None: any."""
     snapshot_id: str | None = None
     mode: StateMode | None = None
+    env: dict[str, str] = {}
+    """Below the caller's."""
+    start: StartCommand | None = None
+    """Started with the sandbox and awaited."""
 
 
 class SnapshotPage(msgspec.Struct, kw_only=True, frozen=True):

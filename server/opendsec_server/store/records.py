@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from opendsec_server.contract.errors import Fault
+from opendsec_server.contract.images import StartCommand
 from opendsec_server.contract.node import (
     Accelerator,
     Backend,
@@ -73,6 +74,8 @@ class SandboxExtra(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     """E2B: configuration of an MCP gateway, which the SDK itself starts."""
     vm: VmOptions | None = None
     """Of a full virtual machine: for the node to decide."""
+    start: StartCommand | None = None
+    """Started with it and awaited: the template's, or the image's own."""
 
 
 class SandboxRecord(msgspec.Struct, kw_only=True, frozen=True):
