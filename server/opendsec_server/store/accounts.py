@@ -102,7 +102,9 @@ async def put_template(store: Store, template: Template) -> Template:
     """Add a template, or renew the one of that name (which keeps its id and birthday)."""
 
     def work(connection: sa.Connection) -> Template:
-        query = sa.select(TEMPLATES).where(TEMPLATES.c.name == template.name)
+        query = sa.select(TEMPLATES).where(
+            TEMPLATES.c.name == template.name, TEMPLATES.c.project_id.is_(None)
+        )
         row = connection.execute(query).mappings().first()
         if row is None:
             connection.execute(sa.insert(TEMPLATES), msgspec.structs.asdict(template))

@@ -21,6 +21,7 @@ from opendsec_server.contract.states import TERMINAL, EndReason, State
 
 KeyOutcome = Literal["pending", "done", "failed"]
 SnapshotState = Literal["making", "ready", "deleting"]
+BuildState = Literal["waiting", "building", "ready", "error"]
 
 
 class Project(msgspec.Struct, kw_only=True, frozen=True):
@@ -45,7 +46,8 @@ class ApiKey(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Template(msgspec.Struct, kw_only=True, frozen=True):
-    """A named image with defaults."""
+    """A named image with defaults. Of a project's own the builds have image and defaults, and what
+    stands here are those of the build that its default tag means, if there is one."""
 
     template_id: str
     project_id: str | None
@@ -63,6 +65,45 @@ class Template(msgspec.Struct, kw_only=True, frozen=True):
     updated_at: float
     backend: Backend | None = None
     """The only backend that can start it. None: any that starts layers."""
+
+
+class TemplateBuild(msgspec.Struct, kw_only=True, frozen=True):
+    """One build of a project's template."""
+
+    build_id: str
+    """A UUID."""
+    template_id: str
+    project_id: str
+    state: BuildState
+    tags: list[str]
+    """Where it goes when it is ready."""
+    cpu: float
+    memory_mb: int
+    disk_mb: int
+    image: str | None = None
+    """Digest. None: not ready."""
+    default_user: str | None = None
+    default_workdir: str | None = None
+    env: dict[str, str] = {}
+    start: StartCommand | None = None
+    envd_version: str
+    error_code: str | None = None
+    error: str | None = None
+    error_step: str | None = None
+    """``base``, ``finalize``, or the number of the step, from 1 on."""
+    created_at: float
+    started_at: float | None = None
+    """None: its files are still being sent."""
+    finished_at: float | None = None
+
+
+class TemplateTag(msgspec.Struct, kw_only=True, frozen=True):
+    """The build that ``name:tag`` means."""
+
+    template_id: str
+    tag: str
+    build_id: str
+    created_at: float
 
 
 class SandboxExtra(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
