@@ -104,9 +104,7 @@ async def bare_restores(server: Server, count: int) -> Result:
     vmm = QemuVmm(server.config, "tcg")
     await vmm.probe()
     images = ImageStore(state / "images")
-    guest = await ensure_guest(
-        server.config, state / "images", find_agent(server.config)
-    )
+    guest = await ensure_guest(server.config, state / "images", find_agent(server.config))
     durations = []
     work = state / "pool/bench"
     work.mkdir()
@@ -115,7 +113,7 @@ async def bare_restores(server: Server, count: int) -> Result:
             run_dir, disk = work / f"run{number}", work / f"disk{number}"
             run_dir.mkdir(mode=0o700)
             clone_file(template / "disk.ext4", disk)
-            layer = images.layer_path(images.find("base").digest)
+            layer = images.layer_path(images.find("base").layers[0])
             config = VmConfig(
                 sandbox_id=f"bench{number}",
                 vcpus=2,

@@ -13,8 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
-
 from opendsec_server.binaries import find_agent
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.images import base
@@ -31,8 +29,7 @@ def main() -> None:
     except ImageNotFound:
         print("lab: no base image was brought along; it will be made here", flush=True)
         return
-    path = folder / found.digest / "manifest.json"
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(found, recipe=recipe)))
+    ImageStore(folder).put(found.layers, found.config, recipe=recipe)
     os.environ["OPENDSEC_IMAGE_CACHE"] = str(folder)
     with tempfile.TemporaryDirectory() as scratch:
         try:

@@ -40,13 +40,13 @@ class BaseTemplate:
 
     async def _build(self) -> None:
         try:
-            manifest = await asyncio.to_thread(ensure_base, self._config, self._progress)
+            image = await asyncio.to_thread(ensure_base, self._config, self._progress)
         except ConfigError as exc:
             self._failed = True
             self._line = f"{FAILED}: {exc}"
             log.error("base_template_failed", error=str(exc))
         else:
-            log.info("base_template_ready", digest=manifest.digest[:16])
+            log.info("base_template_ready", digest=image.digest[:19])
 
     def _progress(self, line: str) -> None:
         self._line = line

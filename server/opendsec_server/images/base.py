@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from opendsec_server.config import Config, ConfigError
+from opendsec_server.contract.images import ImageConfig
 
 from .apt_sources import Distribution, UnsupportedHost, host_distribution, mirror_lines
 from .certificates import host_authorities, install_missing
-from .store import ImageNotFound, ImageStore, Manifest
+from .store import Image, ImageNotFound, ImageStore
 
 BASE = "base"
+CONFIG = ImageConfig(user="user")
 RECIPE_VERSION = 1
 """Raise it when something below changes what comes out."""
 
@@ -85,7 +87,7 @@ class BaseBuildError(ConfigError):
     """The template could not be built. The message names the step and the log file."""
 
 
-def ensure_base(config: Config, progress: Progress = lambda _line: None) -> Manifest:
+def ensure_base(config: Config, progress: Progress = lambda _line: None) -> Image:
     """Have the template ``base``; build it if it is not there. Blocks: seconds or minutes.
 
     Args:
@@ -118,26 +120,27 @@ def ensure_base(config: Config, progress: Progress = lambda _line: None) -> Mani
                 have = _build_into(cache, distribution, config, recipe, progress)
         return store.add(
             BASE,
-            cache.layer_path(have.digest),
+            cache.layer_path(have.layers[0]),
+            config=CONFIG,
             recipe=recipe,
-            description=have.description,
+            description=have.description or "",
             at=have.created_at,
         )
 
 
-def _existing_or_raise(store: ImageStore, exc: UnsupportedHost) -> Manifest:
+def _existing_or_raise(store: ImageStore, exc: UnsupportedHost) -> Image:
     try:
         return store.find(BASE)
     except ImageNotFound:
         raise BaseBuildError(str(exc)) from exc
 
 
-def _same_recipe(store: ImageStore, recipe: str) -> Manifest | None:
+def _same_recipe(store: ImageStore, recipe: str) -> Image | None:
     try:
-        manifest = store.find(BASE)
+        image = store.find(BASE)
     except ImageNotFound:
         return None
-    return manifest if manifest.recipe == recipe else None
+    return image if image.recipe == recipe else None
 
 
 def _authorities(config: Config) -> list[str]:
@@ -248,7 +251,7 @@ def _build_into(
     config: Config,
     recipe: str,
     progress: Progress,
-) -> Manifest:
+) -> Image:
     log_path = store.root / "build-base.log"
     log_path.write_text("")
     # Programs of the distribution drop to other users and must still reach the directory.
@@ -261,15 +264,16 @@ def _build_into(
         _customise(build, config)
         _pack(build)
         build.say("storing the layer")
-        manifest = store.add(
+        image = store.add(
             BASE,
             build.layer,
+            config=CONFIG,
             recipe=recipe,
             description=f"{distribution.pretty}, {platform.machine()}",
             at=time.time(),
         )
-        build.say(f"template {BASE} is ready: {manifest.size_bytes >> 20} MiB")
-        return manifest
+        build.say(f"template {BASE} is ready: {store.layer_bytes(image.layers[0]) >> 20} MiB")
+        return image
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -16,6 +16,7 @@ from opendsec_server.images.apt_sources import (
     host_distribution,
     mirror_lines,
 )
+from opendsec_server.images.base import CONFIG
 from opendsec_server.images.store import ImageNotFound, ImageStore
 
 DEBIAN = Distribution("debian", "bookworm", "Debian")
@@ -33,13 +34,13 @@ def test_store(tmp_path: Path) -> None:
         store.find("base")
     layer = write(tmp_path / "layer", "content")
     with store.locked():
-        made = store.add("base", layer, recipe="r", description="d", at=1.0)
-        again = store.add("other", layer, recipe="r", description="d", at=1.0)
+        made = store.add("base", layer, config=CONFIG, recipe="r", description="d", at=1.0)
+        again = store.add("other", layer, config=CONFIG, recipe="r", description="d", at=1.0)
     assert made.digest == again.digest
     assert ImageStore(store.root).find("base") == made
-    assert store.layer_path(made.digest).read_text() == "content"
+    assert store.layer_path(made.layers[0]).read_text() == "content"
     assert layer.exists()
-    store.layer_path(made.digest).parent.joinpath("manifest.json").unlink()
+    store.layer_path(made.layers[0]).unlink()
     with pytest.raises(ImageNotFound, match="missing"):
         store.find("base")
 
@@ -152,7 +153,7 @@ def test_cache_is_shared(
     two = base.ensure_base(Config(state_dir=str(tmp_path / "two")))
     assert one.digest == two.digest
     assert names(builds) == []
-    kept = ImageStore(tmp_path / "two/images").layer_path(two.digest)
+    kept = ImageStore(tmp_path / "two/images").layer_path(two.layers[0])
     assert kept.stat().st_nlink == 3
 
 

@@ -34,17 +34,16 @@ class LayerMounts:
         Raises:
             TemplateNotFound: the image is not on this node.
         """
-        try:
-            digest = self._store.find(image).digest
-        except ImageNotFound as exc:
-            raise TemplateNotFound(f"image {image!r} is not on this node: {exc}") from exc
-        target = self._store.mount_path(digest)
-        if digest not in self._ready:
-            async with self._lock:
-                if digest not in self._ready:
-                    await self._mount(self._store.layer_path(digest), target)
-                    self._ready.add(digest)
-        return [target]
+        layers = self._layers_of(image)
+        for layer in layers:
+            if layer not in self._ready:
+                async with self._lock:
+                    if layer not in self._ready:
+                        await self._mount(
+                            self._store.layer_path(layer), self._store.mount_path(layer)
+                        )
+                        self._ready.add(layer)
+        return [self._store.mount_path(layer) for layer in layers]
 
     def files(self, image: str) -> list[Path]:
         """Files of an image's layers, the topmost first, for those who mount them themselves.
@@ -52,10 +51,19 @@ class LayerMounts:
         Raises:
             TemplateNotFound: the image is not on this node.
         """
+        return [self._store.layer_path(layer) for layer in self._layers_of(image)]
+
+    def _layers_of(self, image: str) -> list[str]:
+        """Digests (hex) of an image's layers, the topmost first."""
         try:
-            return [self._store.layer_path(self._store.find(image).digest)]
+            return list(reversed(self._store.find(image).layers))
         except ImageNotFound as exc:
             raise TemplateNotFound(f"image {image!r} is not on this node: {exc}") from exc
+
+    def forget(self, layer: str) -> None:
+        """Unmount a layer (hex) whose file is about to be removed. Idempotent."""
+        self._ready.discard(layer)
+        mountns.unmount_everywhere(self._store.mount_path(layer))
 
     async def _mount(self, layer: Path, target: Path) -> None:
         if not mountns.is_mounted_on_host(target):
@@ -79,8 +87,8 @@ class LayerMounts:
 
     def unmount_all(self) -> None:
         """Unmount every layer of the store. Idempotent."""
-        for digest in set(self._store.names().values()):
-            mountns.unmount_everywhere(self._store.mount_path(digest))
+        for layer in self._store.layers():
+            mountns.unmount_everywhere(self._store.mount_path(layer))
         self._ready.clear()
 
 
