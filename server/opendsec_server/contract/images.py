@@ -97,6 +97,9 @@ class StartCommand(msgspec.Struct, kw_only=True, frozen=True):
     workdir: str | None = None
     env: dict[str, str] = {}
     ready: ReadyCheck = ReadyCheck()
+    warm: bool = True
+    """May be part of a template's saved memory, which every sandbox with an equal start command
+    then begins with. False: it is started at each create (it has what differs between them)."""
 
 
 class PackOptions(msgspec.Struct, kw_only=True, frozen=True):

@@ -188,6 +188,8 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
     """Bytes on disk of its memory; zero pages and pages shared with an older one not counted."""
     vm: VmOptions | None = None
     """Of a full virtual machine: how its source was made."""
+    start: StartCommand | None = None
+    """Its source's. It runs in the saved memory; from the disk alone it is started again."""
     versions: dict[str, str] = {}
     """What it needs to be restored: VMM, CPU model, kernel, agent. Empty without memory."""
 

@@ -239,3 +239,31 @@ async def sync(address: str, control_token: str) -> None:
         AgentUnresponsive: it did not answer in time.
     """
     await _call(address, "POST", "/opendsec/sync", control_token, b"", limits.AGENT_SYNC_TIMEOUT_S)
+
+
+async def tunnel(
+    address: str, control_token: str, port: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to a port inside a sandbox, loopback addresses included.
+
+    Raises:
+        AgentUnresponsive: nothing listens there, or the agent does not answer.
+    """
+    reader, writer = await connect(address, limits.AGENT_CALL_TIMEOUT_S)
+    try:
+        async with asyncio.timeout(limits.AGENT_CALL_TIMEOUT_S):
+            writer.write(
+                f"GET /opendsec/tunnel?port={port} HTTP/1.1\r\nHost: {address}\r\n"
+                f"X-Opendsec-Control: {control_token}\r\nConnection: Upgrade\r\n"
+                "Upgrade: opendsec-tunnel\r\n\r\n".encode()
+            )
+            head = await reader.readuntil(b"\r\n\r\n")
+        if int(head.split(b" ", 2)[1]) != 101:
+            raise AgentUnresponsive(f"nothing listens on port {port} in the sandbox")
+    except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError, IndexError) as exc:
+        writer.close()
+        raise AgentUnresponsive(f"the guest agent does not answer: {exc!r}") from exc
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer

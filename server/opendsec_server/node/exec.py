@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -72,6 +72,7 @@ class _End(msgspec.Struct, rename="camel"):
 
 
 class _Event(msgspec.Struct):
+    start: dict[str, Any] | None = None
     data: _Data | None = None
     end: _End | None = None
 
@@ -99,6 +100,7 @@ async def exec_events(
     env: Mapping[str, str] | None = None,
     timeout_s: float | None,
     tag: str | None = None,
+    on_started: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[ExecEvent, None]:
     """What a program does, as it does it; see ``NodeClient.exec``.
 
@@ -114,6 +116,7 @@ async def exec_events(
         timeout_s: The agent kills its process tree then. None: it may run for ever, also when
             the stream is closed.
         tag: A name that others can find it by.
+        on_started: Called when it runs.
 
     Raises:
         InvalidRequest: no such user, directory or program.
@@ -133,6 +136,8 @@ async def exec_events(
                     return
                 raise AgentUnresponsive("the guest agent did not tell how the program ended")
             message = msgspec.json.decode(raw, type=_Message).event
+            if message.start is not None:
+                on_started()
             if message.end is not None:
                 yield _end_of(message.end)
                 return

@@ -36,6 +36,7 @@ from .hooks.admit import Admit
 from .journal import Journal, Record, Transition
 from .sandbox import Sandbox
 from .snapshots import Snapshots
+from .start import StartPrograms, start_budget_s
 
 T = TypeVar("T")
 
@@ -54,6 +55,7 @@ class Lifecycle:
         backends: By name.
         snapshots: What can be started from.
         admit: Says whether there is room.
+        programs: Starts what is to run in a sandbox from its start on.
         sandboxes_max: Live sandboxes at one time.
 
     Attributes:
@@ -70,12 +72,14 @@ class Lifecycle:
         backends: Mapping[str, Backend],
         snapshots: Snapshots,
         admit: Admit,
+        programs: StartPrograms,
         sandboxes_max: int,
     ) -> None:
         self._journal = journal
         self._backends = backends
         self._snapshots = snapshots
         self._admit_hook = admit
+        self.programs = programs
         self._sandboxes_max = sandboxes_max
         self._turns = asyncio.Semaphore(limits.STARTS_AT_ONCE_PER_CORE * (os.cpu_count() or 1))
         self._closing = False
@@ -219,10 +223,14 @@ class Lifecycle:
         try:
             await self.save(box)
             with self._snapshots.held(box.spec.snapshot_id):
+                await self._prepare(box)
                 async with self.turn(box) as deadline:
                     await self.move(box, State.STARTING, cause="create")
                     async with asyncio.timeout_at(deadline):
                         await set_up(self._hooks(box), box, lambda: check_abort(box))
+            # Others need not wait for it.
+            await self.programs.run(box)
+            check_abort(box)
             await self.move(box, State.RUNNING, cause="create")
         except Exception as exc:
             await self._start_failed(box, exc)
@@ -232,6 +240,13 @@ class Lifecycle:
         if box.abort_reason is not None:
             box.start_error = _killed_while_starting()
             self.end(box, box.abort_reason, cause="kill")
+
+    async def _prepare(self, box: Sandbox) -> None:
+        """What takes as long as a start command may is not made while others wait for a turn."""
+        if box.spec.start is not None:
+            budget_s = self.backend_of(box).budget_s + start_budget_s(box.spec)
+            async with asyncio.timeout(budget_s):
+                await self.backend_of(box).prepare(box)
 
     @contextlib.asynccontextmanager
     async def turn(self, box: Sandbox) -> AsyncIterator[float]:
@@ -279,9 +294,8 @@ class Lifecycle:
         if isinstance(exc, OpendsecError):
             box.start_error = exc
         elif isinstance(exc, TimeoutError):
-            box.start_error = StartTimeout(
-                f"the sandbox did not come up within {self.backend_of(box).budget_s:.0f} s"
-            )
+            budget_s = self.backend_of(box).budget_s
+            box.start_error = StartTimeout(f"the sandbox did not come up within {budget_s:.0f} s")
         else:
             log.exception("start failed", sandbox_id=box.sandbox_id, exc_info=exc)
             box.start_error = SandboxStartFailed(f"the sandbox could not be set up: {exc}")

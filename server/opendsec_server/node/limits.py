@@ -102,3 +102,15 @@ long it may show nothing, for example because its sandbox is being saved."""
 
 UNPACK_SILENCE_MAX_S = 120.0
 """How long an unpacking guest agent may take nothing, or take for its answer."""
+
+START_LOG_BYTES_MAX = 64 * 1024
+"""What is kept of a start command's output."""
+
+READY_PAUSE_FIRST_S = 0.05
+READY_PAUSE_S = 0.5
+"""Between attempts to see whether a start command is ready: short ones at first."""
+
+READY_ANSWER_TIMEOUT_S = 5.0
+"""For the answer to a readiness check by URL."""
+
+READY_TIMEOUT_MAX_S = 3_600.0

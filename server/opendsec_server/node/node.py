@@ -68,6 +68,7 @@ from .reconcile import adopt_living, remove_dead
 from .sandbox import Sandbox, status_of
 from .services import Services
 from .snapshots import Snapshots
+from .start import StartPrograms, check_ready
 from .storage.idmap import user_namespaces_usable
 from .storage.layers import LayerMounts
 from .storage.pool import DiskPool
@@ -144,6 +145,7 @@ class Node:
             backends,
             services.snapshots,
             Admit(services),
+            StartPrograms(services.paths),
             min(services.config.sandboxes_max, slots.capacity),
         )
         suspend = Suspend(services, lifecycle)
@@ -286,6 +288,8 @@ class Node:
         if spec.vm is not None and not self._backends[spec.backend].info.capabilities.disk_images:
             raise NotSupported(f"`vm` is not for sandboxes of the backend {spec.backend!r}")
         network_policy.check(spec.network)
+        if spec.start is not None:
+            check_ready(spec.start.ready)
         return status_of(await self._lifecycle.create(spec))
 
     def _of_snapshot(self, spec: SandboxSpec) -> SandboxSpec:
@@ -301,7 +305,9 @@ class Node:
                 "a machine started from a snapshot is made as the one that was saved",
                 remediation="Leave `vm` out.",
             )
-        return msgspec.structs.replace(spec, vm=snapshot.vm)
+        return msgspec.structs.replace(
+            spec, vm=snapshot.vm, start=snapshot.start if spec.start is None else spec.start
+        )
 
     async def get(self, sandbox_id: str) -> SandboxStatus:
         """See ``NodeClient.get``."""

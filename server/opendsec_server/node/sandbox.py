@@ -47,6 +47,7 @@ class Sandbox:
         operation: A pause, resume or snapshot under way.
         restore_from: While it is being set up: directory with the memory to continue.
         agent_token: Control token that the agent in that memory holds; None: none yet.
+        start_in_memory: The memory that it continues has its start command running.
         asleep: Its agent has ended its streams, and waits to be told that it runs on.
         end_task: Takes it down.
     """
@@ -63,6 +64,7 @@ class Sandbox:
     operation: Operation | None = None
     restore_from: Path | None = None
     agent_token: str | None = None
+    start_in_memory: bool = False
     asleep: bool = False
     end_task: asyncio.Task[None] | None = None
 

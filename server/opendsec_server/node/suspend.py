@@ -41,6 +41,7 @@ from .lifecycle import Lifecycle, check_abort
 from .process import finish_in_thread
 from .sandbox import Operation, Sandbox, status_of
 from .services import Services
+from .start import StartCommandFailed, StartCommandTimeout
 from .storage.pool import SNAPSHOT_MEMORY
 from .storage.reflink import clone_tree
 
@@ -256,15 +257,18 @@ class Suspend:
         await self.end_run(box)
         saved = self._paths.saved_memory(box.sandbox_id)
         box.restore_from = None
+        box.start_in_memory = False
         if box.record.pause_mode == "full" and not reboot:
             await backend.check_memory(saved)
-            box.restore_from = saved
+            box.restore_from, box.start_in_memory = saved, True
         elif self._paths.kept_disk(box.sandbox_id).exists():
             # A resume of the memory failed before: what it wrote to the disk does not count.
             await finish_in_thread(self._put_back_disk, box)
         try:
             async with self._lifecycle.turn(box) as deadline, asyncio.timeout_at(deadline):
                 await set_up(backend.run_hooks, box, lambda: check_abort(box))
+            await self._lifecycle.programs.run(box)
+            check_abort(box)
         finally:
             box.restore_from = None
 
@@ -384,6 +388,7 @@ class Suspend:
             disk_bytes=0,
             memory_bytes=0,
             vm=spec.vm,
+            start=spec.start,
         )
         token = spec.control_token if mode == "full" else ""
         await self._snapshots.begin(info, ephemeral=ephemeral, control_token=token)
@@ -448,6 +453,8 @@ def _as_failure(exc: Exception, what: str) -> OpendsecError:
 
 
 def _as_resume_failure(exc: Exception) -> OpendsecError:
+    if isinstance(exc, (StartCommandFailed, StartCommandTimeout)):
+        return ResumeFailed(exc.message, remediation=exc.remediation)
     if isinstance(exc, OpendsecError):
         return exc
     if isinstance(exc, TimeoutError):

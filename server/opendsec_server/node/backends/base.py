@@ -44,6 +44,14 @@ class Backend(Protocol):
     @property
     def run_hooks(self) -> Sequence[Hook]: ...
 
+    async def prepare(self, box: Sandbox) -> None:
+        """Before a sandbox with a start command waits for its turn: make what it shares with
+        others. May take as long as its start command, and do nothing.
+
+        Raises:
+            OpendsecError: a sandbox of this kind cannot be started.
+        """
+
     async def settle(self, box: Sandbox) -> None:
         """Before its run ends but its disk is kept: have everything written to the disk.
 

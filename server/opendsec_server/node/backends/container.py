@@ -54,6 +54,9 @@ class ContainerBackend:
             Agent(services),
         ]
 
+    async def prepare(self, box: Sandbox) -> None:
+        """Nothing is shared but layers, and those are quick."""
+
     async def settle(self, box: Sandbox) -> None:
         """Its files are the host's: nothing waits inside."""
 

@@ -26,6 +26,7 @@ from opendsec_server.node.paths import MACHINE_DISK
 from opendsec_server.node.process import finish_in_thread
 from opendsec_server.node.sandbox import Sandbox
 from opendsec_server.node.services import Services
+from opendsec_server.node.start import StartPrograms
 from opendsec_server.node.vmm.base import Vmm
 
 CAPABILITIES = Capabilities(
@@ -57,6 +58,7 @@ class MicrovmBackend:
         self._paths = services.paths
         self._cgroups = services.cgroups
         self._vmm = vmm
+        self._programs = StartPrograms(services.paths)
         info = vmm.info
         self.info = BackendInfo(
             name="microvm",
@@ -83,6 +85,7 @@ class MicrovmBackend:
         hooks = [*self.keep_hooks, *self.run_hooks]
         try:
             await set_up(hooks, box, lambda: None)
+            await self._programs.run(box)
             await self.settle(box)
             await self._vmm.freeze(self._paths.machine_run(spec.sandbox_id))
             await self.save_memory(box, target / "memory")
@@ -91,6 +94,11 @@ class MicrovmBackend:
             await self.seal_memory(target / "memory", durable=True)
         finally:
             await tear_down(hooks, box)
+
+    async def prepare(self, box: Sandbox) -> None:
+        """The template, in whose memory the start command runs already."""
+        if box.spec.snapshot_id is None:
+            await self.templates.get(box)
 
     async def settle(self, box: Sandbox) -> None:
         """The guest writes its caches to its disk."""

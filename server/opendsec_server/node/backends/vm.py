@@ -79,6 +79,9 @@ class VmBackend(MicrovmBackend):
             MachineAgent(services, vmm, self.budget_s - _SAY_WHY_S),
         ]
 
+    async def prepare(self, box: Sandbox) -> None:
+        """Each boots by itself."""
+
     async def freeze(self, box: Sandbox) -> None:
         """By the VMM. With passed-through devices it is refused."""
         self._machine.refuse_devices(box)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opendsec_server.contract.errors import SandboxStartFailed, SnapshotNotFound
 from opendsec_server.contract.ids import random_chars
-from opendsec_server.node.machines.templates import Templates
+from opendsec_server.node.machines.templates import Templates, warm_start
 from opendsec_server.node.paths import MACHINE_DISK
 from opendsec_server.node.process import ProgramTimeout, finish_in_thread, run
 from opendsec_server.node.sandbox import Sandbox
@@ -44,6 +44,7 @@ class MachineDisk:
             return
         await finish_in_thread(self._of_file, box, template.disk)
         box.restore_from, box.agent_token = template.memory, template.agent_token
+        box.start_in_memory = warm_start(spec) is not None
 
     def _of_snapshot(self, box: Sandbox) -> None:
         spec = box.spec
@@ -60,6 +61,7 @@ class MachineDisk:
         if row.info.mode == "full":
             box.restore_from = self._pool.snapshot_memory(spec.snapshot_id)
             box.agent_token = row.control_token
+            box.start_in_memory = True
 
     def _of_file(self, box: Sandbox, source: Path) -> None:
         disk = self._pool.create(box.sandbox_id, self._quota_mb(box))

@@ -24,12 +24,14 @@ import msgspec
 import structlog
 
 from opendsec_server.contract.errors import OpendsecError
+from opendsec_server.contract.images import StartCommand
 from opendsec_server.contract.node import NetworkPolicy, SandboxSpec
 from opendsec_server.node import limits
 from opendsec_server.node.paths import MACHINE_DISK
 from opendsec_server.node.process import finish_in_thread
 from opendsec_server.node.sandbox import Sandbox
 from opendsec_server.node.services import Services
+from opendsec_server.node.start import StartCommandFailed, StartCommandTimeout
 from opendsec_server.node.storage.reflink import clone_file
 from opendsec_server.node.vmm.base import Vmm
 
@@ -108,6 +110,10 @@ class Templates:
             vmm.accelerator,
             vmm.cpu_model,
         ]
+        if (start := warm_start(spec)) is not None:
+            # It may depend on who it runs as, and on whom it reached.
+            users = [spec.default_user, spec.default_workdir]
+            kind += [msgspec.to_builtins(start), users, msgspec.to_builtins(spec.network)]
         return hashlib.sha256(json.dumps(kind).encode()).hexdigest()[:24]
 
     async def _find_or_make(self, key: str, like: SandboxSpec) -> Template | None:
@@ -121,6 +127,8 @@ class Templates:
         if not directory.exists():
             try:
                 await self._make(directory, like)
+            except (StartCommandFailed, StartCommandTimeout):
+                raise  # it would not become ready in a machine that boots, either
             except (OpendsecError, OSError) as exc:
                 self._failed_at[key] = time.monotonic()
                 log.error("template cannot be made; machines boot", template=key, error=str(exc))
@@ -166,6 +174,11 @@ class Templates:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
+def warm_start(spec: SandboxSpec) -> StartCommand | None:
+    """The start command that runs in the memory of a sandbox's template."""
+    return spec.start if spec.start is not None and spec.start.warm else None
+
+
 def copy_disk(source: Path, target: Path) -> None:
     """The disk that belongs to saved memory, beside it."""
     with contextlib.suppress(FileExistsError):
@@ -173,15 +186,18 @@ def copy_disk(source: Path, target: Path) -> None:
 
 
 def _specification(key: str, like: SandboxSpec) -> SandboxSpec:
-    """A machine of the same kind that belongs to nobody and may reach nothing."""
+    """A machine of the same kind that belongs to nobody. It may reach nothing, unless a start
+    command runs in it: that may reach what those of its kind may."""
+    start = warm_start(like)
     return msgspec.structs.replace(
         like,
         sandbox_id=f"t{key[:19]}",
         project_id="",
         template_id="",
         env={},
+        start=start,
         snapshot_id=None,
-        network=NetworkPolicy(internet=False),
+        network=NetworkPolicy(internet=False) if start is None else like.network,
         access_token=secrets.token_hex(32),
         traffic_token=secrets.token_hex(32),
         control_token=secrets.token_hex(32),

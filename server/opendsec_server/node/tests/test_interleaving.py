@@ -36,6 +36,7 @@ from opendsec_server.node.journal import Record
 from opendsec_server.node.lifecycle import Lifecycle
 from opendsec_server.node.paths import NodePaths
 from opendsec_server.node.sandbox import Sandbox
+from opendsec_server.node.start import StartPrograms
 from opendsec_server.node.suspend import Suspend
 from opendsec_server.node.tests.machine import small_spec
 
@@ -262,6 +263,7 @@ async def world(schedule: Schedule, directory: Path, *, memory: bool) -> World:
         {machine.info.name: machine},  # type: ignore[dict-item]
         snapshots,  # type: ignore[arg-type]
         admit,  # type: ignore[arg-type]
+        StartPrograms(NodePaths(directory, directory)),
         10,
     )
     (directory / "snapshots").mkdir()
