@@ -56,3 +56,8 @@ def find_edge(config: Config) -> Path:
 def find_ram() -> Path:
     """The program that saves and maps the memory of VMs. Raises as ``find_binary``."""
     return find_binary("opendsec-ram", None, "OPENDSEC_RAM")
+
+
+def find_layer() -> Path:
+    """The program that unpacks and packs layers of images. Raises as ``find_binary``."""
+    return find_binary("opendsec-layer", None, "OPENDSEC_LAYER")

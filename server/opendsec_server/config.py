@@ -11,7 +11,9 @@ from typing import Literal
 import msgspec
 
 DEFAULT_CONFIG_PATH = Path("/etc/opendsec/config.toml")
-_LISTS = ("dns_servers", "passthrough_devices")
+_LISTS = ("dns_servers", "passthrough_devices", "insecure_registries", "image_import_dirs")
+
+_TABLES = ("registry_mirrors",)
 
 
 class ConfigError(Exception):
@@ -78,6 +80,27 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Resolvers for sandboxes. Empty: those of the host."""
     extra_ca_certs: str | None = None
     """PEM file added to sandboxes' trust store. None: the host's own bundle if it differs."""
+
+    # Images
+    image_store_mb: int = 0
+    """What all images may take; those that nothing uses go first, by their last use. 0: no
+    limit but the disk."""
+    image_size_max_mb: int = 32_768
+    """The most that the files of one pulled image may hold, unpacked."""
+    registry_auth_file: str | None = None
+    """Credentials of registries, as docker and podman keep them. None: root's own docker
+    configuration, if there is one. Every project may pull with them."""
+    insecure_registries: tuple[str, ...] = ()
+    """Registries (host:port) that may be asked without TLS or with any certificate. Those on this
+    machine's loopback always may."""
+    registry_mirrors: dict[str, tuple[str, ...]] = {}
+    """Registry → places (host:port) that are asked before it, in order."""
+    registry_stall_s: float = 60.0
+    """A registry that sends next to nothing of a layer for this long is too slow."""
+    image_import_dirs: tuple[str, ...] = ()
+    """Directories of this machine from which images may be imported (oci:, oci-archive:,
+    docker-archive:, tar:). Empty: none."""
+
     agent_path: str | None = None
     """Guest agent binary. None: OPENDSEC_AGENT, then the installed package, then PATH."""
     edge_path: str | None = None
@@ -89,6 +112,22 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     e2b_fork_of_containers: Literal["filesystem", "refuse"] = "filesystem"
     """E2B's forks and snapshots hold memory, which containers cannot save. filesystem: theirs hold
     the disk only, and a response header says so. refuse: 501."""
+
+    # Builds of templates
+    build_backend: Literal["container", "microvm"] = "container"
+    """What build steps run in. microvm: a kernel of their own, for projects that are not trusted."""
+    builds_parallel_max: int = 2
+    """Builds that run at once; others wait in the order of their start."""
+    project_builds_max: int = 20
+    """Builds of one project that run or wait; one more is refused."""
+    build_timeout_s: int = 3_600
+    """Time of one build, from its first step to its last."""
+    build_disk_mb: int = 20_480
+    """What one step may write."""
+    build_internet: bool = True
+    """Whether steps reach the internet."""
+    build_upload_max_mb: int = 1_024
+    """Size of the archive of one COPY, compressed or not, as it is sent."""
 
     log_format: Literal["auto", "json", "console"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -115,6 +154,18 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def api_key_file(self) -> Path:
         """The first key, made on first start, readable by root only."""
         return self.state_path / "api-key"
+
+
+def _from_environment(name: str, raw: str) -> object:
+    """A list is separated by commas; a table is JSON."""
+    if name in _LISTS:
+        return raw.split(",")
+    if name in _TABLES:
+        try:
+            return msgspec.json.decode(raw)
+        except msgspec.DecodeError as exc:
+            raise ConfigError(f"OPENDSEC_{name.upper()} is not JSON: {exc}") from exc
+    return raw
 
 
 def load_config(path: Path | None = None, environ: dict[str, str] | None = None) -> Config:
@@ -144,7 +195,7 @@ def load_config(path: Path | None = None, environ: dict[str, str] | None = None)
         name = f"OPENDSEC_{field.name.upper()}"
         if name in env:
             raw = env[name]
-            values[field.name] = raw.split(",") if field.name in _LISTS else raw
+            values[field.name] = _from_environment(field.name, raw)
     try:
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as exc:

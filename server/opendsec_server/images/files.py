@@ -29,7 +29,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def copy_or_link(source: Path, target: Path) -> None:
-    """A hard link where that is possible, else a copy; on the disk before this returns."""
+    """A hard link where that is possible, else a copy, written out."""
     target.unlink(missing_ok=True)
     try:
         target.hardlink_to(source)
@@ -37,7 +37,12 @@ def copy_or_link(source: Path, target: Path) -> None:
         if exc.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
             raise
         shutil.copyfile(source, target)
-    fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+        sync(target)
+
+
+def sync(path: Path) -> None:
+    """Have a file's contents on the disk. Blocks."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)
     finally:

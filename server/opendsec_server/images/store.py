@@ -20,7 +20,6 @@ them, images before their names: what can be seen is whole, whenever the daemon 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -39,7 +38,7 @@ import msgspec
 from opendsec_server.contract.errors import ImageNotFound, InvalidRequest
 from opendsec_server.contract.images import DIGEST_RE, ImageConfig, ImageInfo
 
-from .files import copy_or_link, sha256_of, write_atomically
+from .files import copy_or_link, sha256_of, sync, write_atomically
 from .references import canonical
 
 LAYER_FILE = "layer.erofs"
@@ -47,7 +46,10 @@ _LAYER_RECORD = "layer.json"
 _HEX_RE = re.compile(r"[0-9a-f]{64}")
 _SHORT_RE = re.compile(r"(?:sha256:)?([0-9a-f]{12,64})")
 
-__all__ = ["LAYER_FILE", "Image", "ImageNotFound", "ImageStore", "Layer", "image_digest"]
+__all__ = [
+    "LAYER_FILE", "Hold", "Image", "ImageNotFound", "ImageStore", "Layer", "distinct",
+    "image_digest",
+]  # fmt: skip
 
 
 class Layer(msgspec.Struct, kw_only=True, frozen=True):
@@ -290,32 +292,51 @@ class ImageStore:
             shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
-    def pinned(self, layers: Iterable[str]) -> Iterator[None]:
-        """Meanwhile these layers are not removed, even if no image has them."""
-        held = list(layers)
-        with self._pins_lock:
-            self._pins.update(held)
+    def holding(self) -> Iterator[Hold]:
+        """Meanwhile the layers that it holds are not removed, even if no image has them."""
+        hold = Hold(self)
         try:
-            yield
+            yield hold
         finally:
             with self._pins_lock:
-                self._pins.subtract(held)
+                self._pins.subtract(hold.layers)
                 self._pins += Counter()
 
-    def adopt(self, file: Path, *, key: str | None = None, diff: bool = True) -> str:
+    @contextmanager
+    def pinned(self, layers: Iterable[str]) -> Iterator[None]:
+        """``holding`` of layers that are known beforehand.
+
+        Raises:
+            ImageNotFound: one is not here.
+        """
+        with self.holding() as hold:
+            hold.add(layers)
+            yield
+
+    def _hold(self, hold: Hold, layer: str) -> None:
+        with self._pins_lock:
+            self._pins[layer] += 1
+        hold.layers.append(layer)
+
+    def adopt(
+        self, file: Path, *, hold: Hold | None = None, key: str | None = None, diff: bool = True
+    ) -> str:
         """Take a finished layer file into the store; its digest, hex.
 
-        An image must be made of it at once, or inside ``pinned`` of it: a layer that no image has
-        is removed at the daemon's next start. The file is linked where possible, copied otherwise,
-        and itself left alone.
+        A layer that no image has is removed at the daemon's next start. The file is linked where
+        possible, copied otherwise, and itself left alone.
 
         Args:
             file: An EROFS file.
+            hold: Keeps it until an image was made of it.
             key: What it was made of, for ``layer_of``.
             diff: Whether ``key`` is the digest of a tar.
         """
         digest = sha256_of(file)
+        sync(file)
         with self._changing():
+            if hold is not None:
+                self._hold(hold, digest)
             target = self._layer_dir(digest)
             target.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self.has_layer(digest):
@@ -520,6 +541,34 @@ class ImageStore:
             path.rename(target)
 
 
+class Hold:
+    """Layers that are kept while an image is being made of them: see ``ImageStore.holding``."""
+
+    def __init__(self, store: ImageStore) -> None:
+        self._store = store
+        self.layers: list[str] = []
+
+    def claim(self, key: str) -> str | None:
+        """``ImageStore.layer_of``, and hold it."""
+        with self._store._changing():
+            layer = self._store.layer_of(key)
+            if layer is not None:
+                self._store._hold(self, layer)
+        return layer
+
+    def add(self, layers: Iterable[str]) -> None:
+        """Hold layers that are here.
+
+        Raises:
+            ImageNotFound: one is not.
+        """
+        with self._store._changing():
+            for layer in layers:
+                if not self._store.has_layer(layer):
+                    raise ImageNotFound(f"layer {layer} is not on this node")
+                self._store._hold(self, layer)
+
+
 class _EarlierManifest(msgspec.Struct, kw_only=True, frozen=True):
     """``manifest.json`` of the earlier form."""
 
@@ -531,8 +580,3 @@ class _EarlierManifest(msgspec.Struct, kw_only=True, frozen=True):
 
 _EARLIER_CONFIG = ImageConfig(user="user")
 """All that there was then is the template ``base``."""
-
-
-def is_disk_full(exc: OSError) -> bool:
-    """Whether a failure means that there is no room."""
-    return exc.errno in (errno.ENOSPC, errno.EDQUOT)

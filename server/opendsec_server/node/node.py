@@ -28,7 +28,7 @@ from opendsec_server.contract.errors import (
     SandboxStartFailed,
     StateConflict,
 )
-from opendsec_server.contract.images import ExecEvent
+from opendsec_server.contract.images import ExecEvent, NodeImages
 from opendsec_server.contract.node import (
     ConsoleKind,
     MetricSample,
@@ -56,6 +56,7 @@ from .container.bundle import HostTraits
 from .container.runtime import OciRuntime
 from .exec import exec_events, unpack_archive
 from .hooks.admit import Admit
+from .images import Images
 from .journal import Journal, Record, Transition
 from .lifecycle import Lifecycle
 from .memory.swap import PauseSwap
@@ -101,6 +102,9 @@ class Node:
         self._lifecycle = lifecycle
         self._suspend = suspend
         self._backends = backends
+        self._images = Images(
+            services.store, services.config, self._images_in_use, services.layers.forget
+        )
         self._metrics = Metrics(services.cgroups, services.pool, self._running)
         self._housekeeper: asyncio.Task[None] | None = None
 
@@ -157,6 +161,7 @@ class Node:
         await services.snapshots.load()
         await slots.start(found.slots)
         node = cls(services, await journal.node_id(), host, lifecycle, suspend, backends)
+        await node._images.sweep()
         node._metrics.start()
         node._housekeeper = asyncio.create_task(node._keep_house(), name="housekeeping")
         log.info("node is up", node_id=node._node_id, adopted=len(found.adopted))
@@ -222,6 +227,10 @@ class Node:
     def _running(self) -> list[Sandbox]:
         return [box for box in self._boxes() if box.state is State.RUNNING]
 
+    def _images_in_use(self) -> set[str]:
+        boxes = {box.spec.image for box in self._boxes() if box.state not in TERMINAL}
+        return boxes | self._services.snapshots.images()
+
     def _live(self, sandbox_id: str) -> Sandbox:
         box = self._lifecycle.boxes.get(sandbox_id)
         if box is None or box.state in TERMINAL:
@@ -238,6 +247,11 @@ class Node:
         return record
 
     # --- NodeClient ---------------------------------------------------------
+
+    @property
+    def images(self) -> NodeImages:
+        """See ``NodeClient.images``."""
+        return self._images
 
     async def info(self) -> NodeInfo:
         """Identity, abilities, load."""
@@ -512,6 +526,7 @@ async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Servic
     groups = cgroups.detect(f"/opendsec-{config.instance}", cgroups.host_mount_table())
     pool = DiskPool(paths, config.disk_pool_mb)
     await pool.open()
+    store = ImageStore(paths.images)
     slots = SlotPool(
         instance=config.instance,
         network_cidr=config.network_cidr,
@@ -526,7 +541,8 @@ async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Servic
         journal=journal,
         pool=pool,
         snapshots=Snapshots(journal, pool),
-        layers=LayerMounts(ImageStore(paths.images)),
+        store=store,
+        layers=LayerMounts(store),
         slots=slots,
         runtime=runtime,
         cgroups=groups,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opendsec_server.config import Config
+from opendsec_server.images.store import ImageStore
 
 from .cgroups import CgroupSet
 from .container.bundle import HostTraits
@@ -27,6 +28,7 @@ class Services:
     journal: Journal
     pool: DiskPool
     snapshots: Snapshots
+    store: ImageStore
     layers: LayerMounts
     slots: SlotPool
     runtime: OciRuntime

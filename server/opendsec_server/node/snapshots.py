@@ -63,6 +63,10 @@ class Snapshots:
         """Every complete snapshot that is there to stay."""
         return [r.info for r in self._rows.values() if r.state == "ready" and not r.ephemeral]
 
+    def images(self) -> set[str]:
+        """Images that snapshots stand on, those being made too."""
+        return {row.info.image for row in self._rows.values()}
+
     def get(self, snapshot_id: str) -> Snapshot:
         """One complete snapshot.
 

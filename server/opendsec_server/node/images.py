@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The node's images: what the control plane asks of them (``contract.images.NodeImages``)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from opendsec_server.config import Config
+from opendsec_server.contract.errors import ImageInUse, ImageNotFound
+from opendsec_server.contract.images import (
+    LAYERS_MAX,
+    ImageInfo,
+    ImageInfos,
+    PruneReport,
+    RegistryAuth,
+)
+from opendsec_server.images import importing, manifests, references
+from opendsec_server.images.collapse import collapse
+from opendsec_server.images.pull import Puller
+from opendsec_server.images.push import Pusher
+from opendsec_server.images.room import Room
+from opendsec_server.images.store import Image, ImageStore
+
+
+class Images:
+    """Images of one node.
+
+    Args:
+        store: Where they are.
+        config: Registries and limits.
+        in_use: What sandboxes and snapshots name as their images: digests or names.
+        unmount: Called with each layer (hex) before its file is removed.
+    """
+
+    def __init__(
+        self,
+        store: ImageStore,
+        config: Config,
+        in_use: Callable[[], Iterable[str]],
+        unmount: Callable[[str], None],
+    ) -> None:
+        self.store = store
+        self._config = config
+        self._named_in_use = in_use
+        store.before_removal = unmount
+        self.room = Room(store, config, self._in_use)
+        self._puller = Puller(store, config, self.room)
+        self._pusher = Pusher(store, config)
+
+    async def sweep(self) -> None:
+        """At the node's start: remove what a killed daemon left half-made."""
+        await asyncio.to_thread(self.store.sweep)
+
+    def _in_use(self) -> set[str]:
+        found = set()
+        for name in set(self._named_in_use()):
+            try:
+                found.add(self.store.find(name).digest)
+            except ImageNotFound:
+                continue
+        return found
+
+    # --- NodeImages -------------------------------------------------------------
+
+    async def pull(
+        self, reference: str, *, auth: RegistryAuth | None = None, refresh: bool = True
+    ) -> ImageInfo:
+        """See ``NodeImages.pull``."""
+        local = importing.source(reference, self._config)
+        if local is not None:
+            return await self._told(await importing.take_in(self._puller, local))
+        wanted = references.parse(reference)
+        if not refresh or wanted.digest is not None:
+            try:
+                return await self.get(str(wanted))
+            except ImageNotFound:
+                pass
+        return await self._told(await self._puller.pull(wanted, auth))
+
+    async def compose(self, parts: Sequence[str]) -> ImageInfo:
+        """See ``NodeImages.compose``."""
+        images = [await asyncio.to_thread(self.store.find, part) for part in parts]
+        if not images:
+            raise ImageNotFound("an image is composed of one image at least")
+        layers: Sequence[str] = [layer for image in images for layer in image.layers]
+        config = manifests.merged([image.config for image in images])
+        with self.store.holding() as hold:
+            await asyncio.to_thread(hold.add, layers)
+            if len(set(layers)) > LAYERS_MAX:
+                await self.room.make(sum(self.store.layer_bytes(layer) for layer in set(layers)))
+                layers = await collapse(self.store, layers, hold)
+            return await self._told(await asyncio.to_thread(self.store.put, layers, config))
+
+    async def all(self) -> ImageInfos:
+        """See ``NodeImages.all``."""
+
+        def look() -> ImageInfos:
+            names = self.store.names()
+            return [self.store.info(image, names) for image in self.store.all()]
+
+        return await asyncio.to_thread(look)
+
+    async def get(self, name: str) -> ImageInfo:
+        """See ``NodeImages.get``. Counts as a use of it."""
+
+        def look() -> ImageInfo:
+            image = self.store.find(name)
+            self.store.touch(image.digest)
+            return self.store.info(image)
+
+        return await asyncio.to_thread(look)
+
+    async def remove(self, name: str) -> None:
+        """See ``NodeImages.remove``."""
+        image = await asyncio.to_thread(self.store.find, name)
+        if image.digest in self.room.used():
+            raise ImageInUse(f"image {name!r} is in use", details={"digest": image.digest})
+        await asyncio.to_thread(self.store.remove, [image.digest])
+
+    async def prune(self, *, unused_for_s: float = 0.0, keep: Sequence[str] = ()) -> PruneReport:
+        """See ``NodeImages.prune``."""
+        return await self.room.prune(unused_before=time.time() - unused_for_s, keep=keep)
+
+    async def push(self, name: str, reference: str, *, auth: RegistryAuth | None = None) -> str:
+        """See ``NodeImages.push``."""
+        image = await asyncio.to_thread(self.store.find, name)
+        self.store.touch(image.digest)
+        return await self._pusher.push(image, references.parse(reference), auth)
+
+    async def _told(self, image: Image) -> ImageInfo:
+        return await asyncio.to_thread(self.store.info, image)
