@@ -12,6 +12,7 @@ from opendsec_server.store import sandboxes
 from opendsec_server.store.store import Store
 
 from .backends import Backends
+from .builds.service import Builds
 from .creates import Creates
 from .iam import Iam
 from .invalidations import Invalidations
@@ -52,6 +53,15 @@ class Services:
         self.templates = Templates(store)
         self.snapshots = Snapshots(store, node, self.templates)
         self.backends = Backends(config, node_info)
+        self.builds = Builds(
+            config=config,
+            store=store,
+            node=node,
+            node_info=node_info,
+            mint=mint,
+            templates=self.templates,
+            snapshots=self.snapshots,
+        )
         ledger = Ledger(store, self.invalidations, self.metrics)
         self.creates = Creates(
             store=store,
@@ -90,6 +100,7 @@ class Services:
             node_info=node_info,
             creates=self.creates,
             saving=self.saving,
+            builds=self.builds,
             templates=self.templates,
             ledger=ledger,
             invalidations=self.invalidations,
@@ -124,6 +135,7 @@ class Services:
             await services.iam.ensure_first_key(config.api_key_file)
             for definition in templates:
                 await services.templates.register(definition)
+            await services.builds.start_up()
             await services.watcher.start()
         except BaseException:
             await store.close()
@@ -133,6 +145,7 @@ class Services:
     async def stop(self) -> None:
         """Finish what is under way and close the store. Sandboxes go on running."""
         self.invalidations.close()
+        await self.builds.stop()
         await self.saving.stop()
         await self.lifecycle.stop()
         await self.creates.stop()

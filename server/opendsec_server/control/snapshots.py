@@ -22,7 +22,7 @@ from opendsec_server.contract.ids import is_snapshot_id
 from opendsec_server.contract.images import StartCommand
 from opendsec_server.contract.node import Backend, NodeClient, StateMode
 from opendsec_server.store import snapshots
-from opendsec_server.store.records import Snapshot, Template
+from opendsec_server.store.records import Snapshot, Template, TemplateBuild
 from opendsec_server.store.snapshots import SnapshotFilter
 from opendsec_server.store.store import Store
 
@@ -152,7 +152,11 @@ class Snapshots:
         wanted = parse_reference(reference)
         template = await self._templates.find(caller, wanted)
         if template is not None:
-            yield _of_template(template)
+            if template.project_id is None:
+                yield _of_template(template)
+            else:
+                build = await self._templates.build_of(template, wanted.tag)
+                yield _of_build(template, build)
             return
         snapshot = await self.find(caller, wanted)
         if snapshot is None:
@@ -251,6 +255,23 @@ def _of_template(template: Template) -> Origin:
         default_user=template.default_user,
         default_workdir=template.default_workdir,
         backend=template.backend,
+    )
+
+
+def _of_build(template: Template, build: TemplateBuild) -> Origin:
+    assert build.image is not None, "only ready builds have tags"
+    return Origin(
+        template_id=template.template_id,
+        name=template.name,
+        image=build.image,
+        cpu=build.cpu,
+        memory_mb=build.memory_mb,
+        disk_mb=build.disk_mb,
+        default_user=build.default_user or "root",
+        default_workdir=build.default_workdir,
+        backend=None,
+        env=build.env,
+        start=build.start,
     )
 
 

@@ -9,11 +9,11 @@ import time
 import msgspec
 
 from opendsec_server.contract import limits
-from opendsec_server.contract.errors import InvalidRequest, TemplateNotFound
+from opendsec_server.contract.errors import Forbidden, InvalidRequest, TemplateNotFound
 from opendsec_server.contract.ids import random_chars
 from opendsec_server.contract.node import Backend
-from opendsec_server.store import accounts
-from opendsec_server.store.records import Template
+from opendsec_server.store import accounts, templates
+from opendsec_server.store.records import Template, TemplateBuild
 from opendsec_server.store.store import Store
 
 from .iam import Caller
@@ -102,8 +102,8 @@ class Templates:
         return template
 
     async def visible(self, caller: Caller) -> list[Template]:
-        """The templates that a caller may use, oldest first."""
-        return [t for t in await self._templates() if _may_use(caller, t)]
+        """The templates of the caller's project and of the installation, oldest first."""
+        return [t for t in await self._templates() if t.project_id in (None, caller.project_id)]
 
     async def use(self) -> dict[str, tuple[int, float]]:
         """How often each template was used, and when last."""
@@ -114,7 +114,7 @@ class Templates:
         return next((t for t in await self._templates() if t.template_id == template_id), None)
 
     async def resolve(self, caller: Caller, reference: str) -> Template:
-        """The template that ``id``, ``name``, ``name:default`` or ``scope/name`` means.
+        """The template that ``id``, ``name``, ``name:tag`` or ``scope/name`` means.
 
         Raises:
             InvalidRequest: not a reference.
@@ -126,18 +126,68 @@ class Templates:
             raise TemplateNotFound(f"there is no template `{reference}`")
         return template
 
+    async def own(self, caller: Caller, reference: str) -> Template:
+        """The same, of the caller's project only: what may be changed.
+
+        Raises:
+            InvalidRequest: not a reference.
+            TemplateNotFound: there is none of that name, or the caller may not see it.
+            Forbidden: it belongs to the installation, or to another project that shows it.
+        """
+        template = await self.resolve(caller, reference)
+        if template.project_id != caller.project_id:
+            raise Forbidden(
+                f"the template `{reference}` is not of this project",
+                remediation="Build a template of your own from it.",
+            )
+        return template
+
     async def find(self, caller: Caller, wanted: Reference) -> Template | None:
-        """The template that a reference means, if it is there and the caller may use it."""
-        if wanted.tag not in (None, DEFAULT_TAG):
+        """The template that a reference means, if it is there and the caller may use it.
+
+        A project's own come before those of the installation. Whether a project's template has
+        the tag is asked of its builds: ``build_of``.
+        """
+        named = [
+            t for t in await self._templates() if _means(wanted, t, caller) and _may_use(caller, t)
+        ]
+        named.sort(key=lambda t: (t.template_id != wanted.name, t.project_id is None))
+        template = named[0] if named else None
+        if template is None:
             return None
-        for template in await self._templates():
-            if (
-                wanted.name in (template.name, template.template_id)
-                and wanted.scope in (None, template.project_id)
-                and _may_use(caller, template)
-            ):
-                return template
-        return None
+        if template.project_id is None and wanted.tag not in (None, DEFAULT_TAG):
+            return None
+        return template
+
+    async def hidden(self, caller: Caller, wanted: Reference) -> bool:
+        """Whether a reference means a template of another project that does not show it."""
+        return any(
+            (
+                t.template_id == wanted.name
+                or (wanted.scope == t.project_id and wanted.name == t.name)
+            )
+            and not _may_use(caller, t)
+            for t in await self._templates()
+        )
+
+    async def build_of(self, template: Template, tag: str | None) -> TemplateBuild:
+        """The ready build of a project's template that a tag means.
+
+        Raises:
+            TemplateNotFound: there is no build with this tag, or none is ready yet.
+        """
+        found = await templates.build_of_tag(self._store, template.template_id, tag or DEFAULT_TAG)
+        if found is None:
+            raise TemplateNotFound(
+                f"the template `{template.name}` has no finished build with the tag "
+                f"`{tag or DEFAULT_TAG}`",
+                remediation="Wait until its build is ready, or give one of its tags.",
+            )
+        return found
+
+    def forget(self) -> None:
+        """Read them anew at the next question: something was changed."""
+        self._read_at = float("-inf")
 
     async def _templates(self) -> list[Template]:
         now = time.monotonic()
@@ -145,6 +195,16 @@ class Templates:
             self._all = await accounts.all_templates(self._store)
             self._read_at = now
         return self._all
+
+
+def _means(wanted: Reference, template: Template, caller: Caller) -> bool:
+    if wanted.name == template.template_id:
+        return wanted.scope in (None, template.project_id)
+    if wanted.name != template.name:
+        return False
+    if wanted.scope is None:
+        return template.project_id in (None, caller.project_id)
+    return wanted.scope == template.project_id
 
 
 def _may_use(caller: Caller, template: Template) -> bool:

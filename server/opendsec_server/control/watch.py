@@ -18,6 +18,7 @@ from opendsec_server.store import sandboxes
 from opendsec_server.store.records import SandboxRecord, StateChange
 from opendsec_server.store.store import Store
 
+from .builds.service import Builds
 from .creates import Creates
 from .invalidations import Invalidations
 from .ledger import Ledger, change_from_status, fault_of
@@ -47,6 +48,7 @@ class Watcher:
         node_info: NodeInfo,
         creates: Creates,
         saving: Saving,
+        builds: Builds,
         templates: Templates,
         ledger: Ledger,
         invalidations: Invalidations,
@@ -56,6 +58,7 @@ class Watcher:
         self._node_info = node_info
         self._creates = creates
         self._saving = saving
+        self._builds = builds
         self._templates = templates
         self._ledger = ledger
         self._invalidations = invalidations
@@ -209,6 +212,11 @@ class Watcher:
         records = await sandboxes.get_sandboxes(self._store, list(on_node))
         for sandbox_id, status in on_node.items():
             if self._creates.in_flight(sandbox_id):
+                continue
+            if self._builds.is_builder(status):
+                if self._builds.is_orphan(status):
+                    log.warning("removing a builder sandbox without a build", sandbox_id=sandbox_id)
+                    await self._node.kill(sandbox_id)
                 continue
             record = records.get(sandbox_id)
             if record is None:

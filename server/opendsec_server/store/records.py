@@ -46,8 +46,7 @@ class ApiKey(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Template(msgspec.Struct, kw_only=True, frozen=True):
-    """A named image with defaults. Of a project's own the builds have image and defaults, and what
-    stands here are those of the build that its default tag means, if there is one."""
+    """A named image with defaults; of a project's own, the builds have them."""
 
     template_id: str
     project_id: str | None

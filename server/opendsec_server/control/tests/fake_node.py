@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import posixpath
+import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
@@ -13,12 +15,14 @@ import msgspec
 
 from opendsec_server.contract.errors import (
     AlreadyPaused,
+    InvalidRequest,
     NotSupported,
     OpendsecError,
     SandboxNotFound,
     SnapshotNotFound,
     StateConflict,
 )
+from opendsec_server.contract.images import ExecEvent, ImageInfo, PackOptions
 from opendsec_server.contract.node import (
     Accelerator,
     BackendInfo,
@@ -36,6 +40,9 @@ from opendsec_server.contract.node import (
 )
 from opendsec_server.contract.signatures import file_signature
 from opendsec_server.contract.states import TERMINAL, EndReason, State, can_move
+
+from . import fake_programs
+from .fake_images import FakeImages
 
 NODE_ID = "n0de"
 CONTAINER = BackendInfo(
@@ -86,6 +93,13 @@ class FakeNode:
         """Complete snapshots, ephemeral ones too."""
         self.ephemeral: set[str] = set()
         self.saved_contents: dict[str, Content] = {}
+        self.images = FakeImages()
+        self.commands: list[str] = []
+        """What was run in sandboxes, in order."""
+        self.fail_start: OpendsecError | None = None
+        """Raised by creates with a start command: it does not come up."""
+        self.ended: dict[str, asyncio.Event] = {}
+        """Of sandboxes that ran something."""
         self.created = 0
         """How many sandboxes were really made."""
         self.calls: list[str] = []
@@ -151,7 +165,11 @@ class FakeNode:
         return known
 
     def _admit(self, spec: SandboxSpec) -> None:
-        content = Content()
+        content = Content(disk=dict(self.images.disks.get(spec.image, {})))
+        if spec.start is not None:
+            if self.fail_start is not None:
+                raise self.fail_start
+            content.memory["start"] = spec.start.argv[-1]
         backend = self.backends[spec.backend]
         if spec.snapshot_id is not None:
             number, self._children = self._children, self._children + 1
@@ -337,6 +355,74 @@ class FakeNode:
             self.ephemeral.add(snapshot_id)
         return taken
 
+    async def exec(
+        self,
+        sandbox_id: str,
+        argv: tuple[str, ...],
+        *,
+        user: str | None = None,
+        workdir: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float,
+    ) -> AsyncIterator[ExecEvent]:
+        self._reach()
+        self._must_be(sandbox_id, State.RUNNING)
+        spec, ended = self.specs[sandbox_id], self.ended.setdefault(sandbox_id, asyncio.Event())
+        self.commands.append(argv[-1])
+        async for event in fake_programs.run(
+            argv[-1],
+            self.contents[sandbox_id].disk,
+            user=user or spec.default_user,
+            workdir=workdir,
+            env={**spec.env, **(env or {})},
+            ended=ended,
+        ):
+            yield event
+        if ended.is_set():
+            raise SandboxNotFound(f"{sandbox_id} has ended")
+
+    async def unpack(
+        self,
+        sandbox_id: str,
+        archive: str,
+        *,
+        source: str,
+        target: str,
+        user: str,
+        mode: int | None,
+    ) -> None:
+        self._reach()
+        self._must_be(sandbox_id, State.RUNNING)
+        disk, found = self.contents[sandbox_id].disk, False
+        try:
+            with tarfile.open(archive) as tar:
+                for member in tar.getmembers():
+                    name = posixpath.normpath(member.name)
+                    content = tar.extractfile(member) if member.isfile() else None
+                    text = "" if content is None else content.read().decode(errors="replace")
+                    if name == source:
+                        found = True
+                        into = posixpath.basename(name) if target.endswith("/") else ""
+                        if member.isfile():
+                            disk[posixpath.join(target, into).rstrip("/")] = text
+                    elif source == "." or name.startswith(f"{source}/"):
+                        found = True
+                        rest = name if source == "." else name.removeprefix(f"{source}/")
+                        if member.isfile():
+                            disk[posixpath.join(target, rest)] = text
+        except (tarfile.TarError, EOFError) as exc:
+            raise InvalidRequest(f"the archive is damaged: {exc}") from exc
+        if not found:
+            raise InvalidRequest(f"the archive has no `{source}`")
+
+    async def pack(self, sandbox_id: str, options: PackOptions) -> ImageInfo:
+        self._reach()
+        self.calls.append("pack")
+        self._must_be(sandbox_id, State.RUNNING)
+        if "pack" in self.fail:
+            raise self.fail["pack"]
+        return self.images.add(self.contents[sandbox_id].disk, options.config)
+
     async def snapshots(self) -> list[Snapshot]:  # type: ignore[valid-type]
         self._reach()
         return [s for name, s in self.saved.items() if name not in self.ephemeral]
@@ -423,6 +509,8 @@ class FakeNode:
     def end(self, sandbox_id: str, reason: EndReason, message: str | None = None) -> SandboxStatus:
         """The sandbox ends by itself."""
         moving = self._moving.pop(sandbox_id, None)
+        if sandbox_id in self.ended:
+            self.ended[sandbox_id].set()
         ended = self._move(
             sandbox_id, State.ENDED, ended_at=time.time(), reason=reason, message=message
         )

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What a build has come to after some steps, and what the cached result of a step hangs on."""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import re
+import shlex
+
+import msgspec
+
+from opendsec_server.contract.images import ImageConfig, ReadyCheck, StartCommand
+
+from .plan import BuildPlan, BuildStep
+
+BUILDER_VERSION = 1
+"""Counted up when a step would do something else: cached results of before are not used then."""
+E2B_USER = "user"
+E2B_HOME = "/home/user"
+
+_LOGIN_SHELL = 'if [ -x /bin/bash ]; then exec /bin/bash -l -c "$1"; fi; exec /bin/sh -l -c "$1"'
+_WAIT_FOR_PORT_RE = re.compile(
+    r'\[ -n "\$\(ss (?:-tuln \| grep |-Htuln sport = ):([0-9]{1,5})\)" \]'
+)
+"""The commands that E2B's clients write for ``wait_for_port``. Images without ``ss`` are many, and
+the guest agent can look by itself."""
+
+ADD_USER = r"""
+set -eu
+name=$1
+has() { while IFS=: read -r first _; do [ "$first" != "$1" ] || return 0; done <"$2"; return 1; }
+taken() { while IFS=: read -r _ _ number _; do [ "$number" != "$1" ] || return 0; done <"$2"
+  return 1; }
+mkdir -p /etc
+for file in passwd group; do [ -e "/etc/$file" ] || : >"/etc/$file"; done
+if has "$name" /etc/passwd; then exit 0; fi
+id=1000
+while taken "$id" /etc/passwd || taken "$id" /etc/group; do id=$((id + 1)); done
+shell=/bin/sh
+[ ! -x /bin/bash ] || shell=/bin/bash
+echo "$name:x:$id:$id::/home/$name:$shell" >>/etc/passwd
+has "$name" /etc/group || echo "$name:x:$id:" >>/etc/group
+[ ! -e /etc/shadow ] || echo "$name:*:19000:0:99999:7:::" >>/etc/shadow
+mkdir -p "/home/$name" /etc/sudoers.d
+[ ! -d /etc/skel ] || cp -R /etc/skel/. "/home/$name/"
+chown -R "$id:$id" "/home/$name"
+echo "$name ALL=(ALL:ALL) NOPASSWD: ALL" >"/etc/sudoers.d/$name"
+chmod 440 "/etc/sudoers.d/$name"
+"""
+"""Makes a user with plain sh: distributions have no tool for it in common."""
+
+
+class Shape(msgspec.Struct, kw_only=True, frozen=True):
+    """An image on the way to a template."""
+
+    image: str
+    """Digest."""
+    config: ImageConfig = ImageConfig()
+    user: str = "root"
+    workdir: str | None = None
+    env: dict[str, str] = {}
+    args: dict[str, str] = {}
+    """Of ``ARG``: for the commands of this build only."""
+    directories: tuple[tuple[str, str], ...] = ()
+    """Working directories with their owners that the next step makes if they are missing."""
+    users: tuple[str, ...] = ()
+    """Users that the next step makes if they are missing."""
+    start: StartCommand | None = None
+    """Of the template it stands on."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is still to be made."""
+        return bool(self.directories or self.users)
+
+    @property
+    def image_config(self) -> ImageConfig:
+        """Configuration of the image as it is now."""
+        return msgspec.structs.replace(
+            self.config, env=self.env, workdir=self.workdir, user=self.user
+        )
+
+    def on(self, image: str) -> Shape:
+        """The same on a new image, in which everything is made."""
+        return msgspec.structs.replace(self, image=image, directories=(), users=())
+
+
+def configured(shape: Shape, step: BuildStep, *, e2b: bool) -> Shape:
+    """The shape after a step that makes nothing by itself (ENV, ARG, WORKDIR, USER)."""
+    args = step.args
+    pairs = dict(zip(args[::2], args[1::2], strict=False))
+    if step.type == "ENV":
+        return msgspec.structs.replace(shape, env={**shape.env, **pairs})
+    if step.type == "ARG":
+        return msgspec.structs.replace(shape, args={**shape.args, **pairs})
+    if step.type == "WORKDIR":
+        path = absolute(shape, args[0])
+        owner = shape.user if e2b else "root"
+        return msgspec.structs.replace(
+            shape, workdir=path, directories=(*shape.directories, (path, owner))
+        )
+    assert step.type == "USER", step.type
+    users = (*shape.users, args[0]) if e2b and args[0] != "root" else shape.users
+    return msgspec.structs.replace(shape, user=args[0], users=users)
+
+
+def absolute(shape: Shape, path: str) -> str:
+    """A path as seen from the working directory. A trailing ``/`` stays."""
+    joined = posixpath.join(shape.workdir or "/", path)
+    normal = "/" + posixpath.normpath(joined).lstrip("/")
+    return f"{normal}/" if joined.endswith("/") and normal != "/" else normal
+
+
+def key_of(shape: Shape, what: tuple[object, ...], *, with_args: bool) -> str:
+    """What the result of a step on a shape hangs on, as SHA-256.
+
+    Args:
+        shape: Before the step.
+        what: The step itself and its inputs.
+        with_args: ``ARG`` values count: a command sees them.
+    """
+    text = msgspec.json.encode(
+        (
+            BUILDER_VERSION,
+            shape.image,
+            shape.user,
+            shape.workdir,
+            shape.env,
+            shape.args if with_args else {},
+            shape.directories,
+            shape.users,
+            what,
+        ),
+        order="deterministic",
+    )
+    return hashlib.sha256(text).hexdigest()
+
+
+def command_argv(command: str, *, e2b: bool) -> tuple[str, ...]:
+    """How a command line is run."""
+    if e2b:
+        return ("/bin/sh", "-c", _LOGIN_SHELL, "sh", command)
+    return ("/bin/sh", "-c", command)
+
+
+def prepare_argv(shape: Shape) -> tuple[str, ...]:
+    """Makes the users and directories that are pending."""
+    lines = [ADD_USER_FUNCTION] if shape.users else []
+    lines += [f"add_user {shlex.quote(name)}" for name in shape.users]
+    for path, owner in shape.directories:
+        quoted = shlex.quote(path)
+        lines.append(
+            f"[ -d {quoted} ] || {{ mkdir -p {quoted} && chown {shlex.quote(owner)} {quoted}; }}"
+        )
+    return ("/bin/sh", "-ec", "\n".join(lines))
+
+
+ADD_USER_FUNCTION = f"add_user() ({ADD_USER})"
+
+
+def start_of(plan: BuildPlan, shape: Shape) -> StartCommand | None:
+    """The start command of the template: the plan's, else that of the template below."""
+    argv = plan.start_argv
+    if plan.start_cmd:
+        argv = command_argv(plan.start_cmd, e2b=plan.style == "e2b")
+    if not argv:
+        return shape.start
+    return StartCommand(
+        argv=argv,
+        user=shape.user,
+        workdir=shape.workdir,
+        ready=ready_check(plan.ready_cmd),
+    )
+
+
+def ready_check(command: str | None) -> ReadyCheck:
+    """When a start command counts as up."""
+    if not command:
+        return ReadyCheck()
+    port = _WAIT_FOR_PORT_RE.fullmatch(command.strip())
+    if port is not None and 1 <= int(port[1]) <= 65_535:
+        return ReadyCheck(port=int(port[1]))
+    return ReadyCheck(command=command)
