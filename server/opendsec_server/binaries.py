@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Finds our own Rust programs: the guest agent, the edge, the keeper of VM memory."""
+"""Finds our own Rust programs: the guest agent, the edge, the keeper of VM memory,
+the unpacker of image layers."""
 
 from __future__ import annotations
 
@@ -60,4 +61,9 @@ def find_ram() -> Path:
 
 def find_layer() -> Path:
     """The program that unpacks and packs layers of images. Raises as ``find_binary``."""
+    return find_binary("opendsec-layer", None, "OPENDSEC_LAYER")
+
+
+def find_layer() -> Path:
+    """The program that unpacks, packs and copies image layers. Raises as ``find_binary``."""
     return find_binary("opendsec-layer", None, "OPENDSEC_LAYER")
