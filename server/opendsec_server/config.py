@@ -74,7 +74,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     ``state_dir``. none: only to swap that the host has anyway; without any, a pause frees caches.
     The kernel uses it for the whole host, after swap that is there already."""
     pause_swap_mb: int = 0
-    """Its size; of zram, before compression. 0: none."""
+    """Its size in MiB; of zram, before compression."""
     user_namespaces: Literal["auto", "off"] = "auto"
     dns_servers: tuple[str, ...] = ()
     """Resolvers for sandboxes. Empty: those of the host."""
@@ -204,4 +204,6 @@ def load_config(path: Path | None = None, environ: dict[str, str] | None = None)
         raise ConfigError("instance: 1 to 5 of [a-z0-9]")
     if (config.tls_cert is None) != (config.tls_key is None):
         raise ConfigError("tls_cert and tls_key must be set together")
+    if config.pause_swap != "none" and config.pause_swap_mb < 1:
+        raise ConfigError("pause_swap needs a size: set pause_swap_mb")
     return config

@@ -35,6 +35,7 @@ def test_lists_come_from_the_environment_comma_separated(tmp_path: Path) -> None
         ("instance = 'much-too-long'\n", "instance"),
         ("tls_cert = '/a'\n", "tls_key"),
         ("this is not toml", "TOML"),
+        ('pause_swap = "file"\n', "pause_swap_mb"),
     ],
 )
 def test_bad_settings_are_named(tmp_path: Path, text: str, word: str) -> None:

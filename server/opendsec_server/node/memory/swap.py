@@ -64,7 +64,7 @@ class PauseSwap:
     """
 
     def __init__(self, config: Config) -> None:
-        self._kind = config.pause_swap if config.pause_swap_mb > 0 else "none"
+        self._kind = config.pause_swap
         self._bytes = config.pause_swap_mb * 1024 * 1024
         self._label = f"opendsec-{config.instance}"
         self._file = config.state_path / f"{self._label}.swap"
