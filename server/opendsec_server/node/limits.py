@@ -114,3 +114,6 @@ READY_ANSWER_TIMEOUT_S = 5.0
 """For the answer to a readiness check by URL."""
 
 READY_TIMEOUT_MAX_S = 3_600.0
+
+PACK_TOOL_TIMEOUT_S = 1_800.0
+"""For one program that copies or checks what a sandbox wrote."""

@@ -23,12 +23,14 @@ from opendsec_server import __version__
 from opendsec_server.binaries import find_agent
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.contract.errors import (
+    ImageNotFound,
     NotSupported,
     SandboxNotFound,
     SandboxStartFailed,
     StateConflict,
+    TemplateNotFound,
 )
-from opendsec_server.contract.images import ExecEvent, NodeImages
+from opendsec_server.contract.images import ExecEvent, ImageInfo, NodeImages, PackOptions
 from opendsec_server.contract.node import (
     ConsoleKind,
     MetricSample,
@@ -64,6 +66,7 @@ from .metrics import Metrics
 from .network import policy as network_policy
 from .network.hostside import HostSide
 from .network.slots import SlotMakerError, SlotPool
+from .packing import Packing
 from .paths import NodePaths
 from .reconcile import adopt_living, remove_dead
 from .sandbox import Sandbox, status_of
@@ -105,6 +108,7 @@ class Node:
         self._images = Images(
             services.store, services.config, self._images_in_use, services.layers.forget
         )
+        self._packing = Packing(services, lifecycle, suspend, self._images)
         self._metrics = Metrics(services.cgroups, services.pool, self._running)
         self._housekeeper: asyncio.Task[None] | None = None
 
@@ -304,7 +308,17 @@ class Node:
         network_policy.check(spec.network)
         if spec.start is not None:
             check_ready(spec.start.ready)
+        if not self._backends[spec.backend].info.capabilities.disk_images:
+            spec = await self._pinned(spec)
         return status_of(await self._lifecycle.create(spec))
+
+    async def _pinned(self, spec: SandboxSpec) -> SandboxSpec:
+        """By digest: what a name means later is not what this sandbox stands on."""
+        try:
+            image = await self._images.get(spec.image)
+        except ImageNotFound as exc:
+            raise TemplateNotFound(f"image {spec.image!r} is not on this node") from exc
+        return msgspec.structs.replace(spec, image=image.digest)
 
     def _of_snapshot(self, spec: SandboxSpec) -> SandboxSpec:
         assert spec.snapshot_id is not None
@@ -469,6 +483,10 @@ class Node:
         await unpack_archive(
             address, box.spec, Path(archive), source=source, target=target, user=user, mode=mode
         )
+
+    async def pack(self, sandbox_id: str, options: PackOptions) -> ImageInfo:
+        """See ``NodeClient.pack``."""
+        return await self._packing.pack(self._live(sandbox_id), options)
 
     async def route_by_signature(
         self, *, path: str, operation: str, username: str, signature: str, expiration: str | None

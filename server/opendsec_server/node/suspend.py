@@ -135,6 +135,9 @@ class Suspend:
             else:
                 await backend.disconnect(box)
                 if mode == "full":
+                    # So that the disk alone is whole too: for what is made of it meanwhile.
+                    with contextlib.suppress(OpendsecError):
+                        await backend.settle(box)
                     await backend.freeze(box)
                     stored = await self._save_own_memory(box, backend)
                 else:

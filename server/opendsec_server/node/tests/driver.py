@@ -18,6 +18,7 @@ import uvloop
 
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.contract.errors import OpendsecError
+from opendsec_server.contract.images import PackOptions
 from opendsec_server.contract.node import NetworkPolicy, SandboxSpec
 from opendsec_server.contract.states import EndReason
 from opendsec_server.node import limits
@@ -50,6 +51,10 @@ class Driver:
             "info": node.info,
             "exec": self._exec,
             "unpack": node.unpack,
+            "pack": lambda i, o: node.pack(i, msgspec.convert(o, PackOptions)),
+            "image": node.images.get,
+            "compose": node.images.compose,
+            "remove_image": node.images.remove,
             "events": self._events,
             "stop": node.stop,
             "purge": node.purge,
