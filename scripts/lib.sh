@@ -4,13 +4,13 @@
 RUST_MIN=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' dataplane/Cargo.toml)
 PYTHON_MIN="3.11"
 # What a node needs at run time, by Debian and Ubuntu package name.
-RUNTIME_PACKAGES="crun nftables iproute2 btrfs-progs e2fsprogs erofs-utils mmdebstrap ca-certificates procps kmod lz4 zstd"
+RUNTIME_PACKAGES="crun nftables iproute2 btrfs-progs e2fsprogs erofs-utils mmdebstrap ca-certificates procps kmod lz4 zstd skopeo"
 # MicroVMs and full VMs need an emulator on x86-64; other machines run containers.
 [ "$(uname -m)" != x86_64 ] || RUNTIME_PACKAGES="$RUNTIME_PACKAGES qemu-system-x86 qemu-utils ovmf seabios xorriso"
 # What a build from a clone needs besides Rust.
 BUILD_PACKAGES="gcc libc6-dev python3-venv curl"
-# What tests of full VMs build their disk image with.
-TEST_PACKAGES="mtools dosfstools fdisk"
+# What tests build disk images with, and a registry of container images with an image to put in.
+TEST_PACKAGES="mtools dosfstools fdisk docker-registry busybox-static"
 
 STEP_STARTED=$(date +%s)
 

@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -59,14 +60,66 @@ class Progress:
     bytes_read: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class _Source:
-    """Where one attempt reads from."""
+    """Where one attempt reads from: proxies that have the image open, made as they are needed.
 
-    proxy: skopeo.Proxy
-    image: int
-    explain: Callable[[str], Awaitable[OpendsecError]]
-    what: str
+    A proxy sends one layer at a time.
+
+    Args:
+        what: The image, for people.
+        image: Skopeo's name of it, which means the same each time.
+        open_proxy: Runs another proxy.
+        explain: The error that skopeo's words mean.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        image: str,
+        open_proxy: Callable[[], AbstractAsyncContextManager[skopeo.Proxy]],
+        explain: Callable[[str], Awaitable[OpendsecError]],
+    ) -> None:
+        self.what = what
+        self.explain = explain
+        self._image = image
+        self._open_proxy = open_proxy
+        self._free: list[tuple[skopeo.Proxy, int]] = []
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> _Source:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self._stack.aclose()
+
+    async def begin(
+        self, look: Callable[[], Awaitable[OpendsecError | None]]
+    ) -> tuple[str, bytes, bytes]:
+        """Open the image: digest of its manifest, manifest and configuration."""
+        proxy = await self._stack.enter_async_context(self._open_proxy())
+
+        async def ask() -> tuple[str, bytes, bytes]:
+            opened = await proxy.open(self._image, limits.MANIFEST_TIMEOUT_S)
+            self._free.append((proxy, opened))
+            digest, manifest = await proxy.manifest(opened, limits.MANIFEST_TIMEOUT_S)
+            return digest, manifest, await proxy.config(opened, limits.MANIFEST_TIMEOUT_S)
+
+        return await _answered(ask, self.explain, look)
+
+    @contextlib.asynccontextmanager
+    async def line(self) -> AsyncIterator[tuple[skopeo.Proxy, int]]:
+        """A proxy that nobody else uses meanwhile. After a failure it is not used again."""
+        if self._free:
+            proxy, opened = self._free.pop()
+        else:
+            proxy = await self._stack.enter_async_context(self._open_proxy())
+            opened = await proxy.open(self._image, limits.MANIFEST_TIMEOUT_S)
+        try:
+            yield proxy, opened
+        except BaseException:
+            proxy.kill()
+            raise
+        self._free.append((proxy, opened))
 
 
 class Puller:
@@ -188,23 +241,21 @@ class Puller:
         look: Callable[[], Awaitable[OpendsecError | None]],
     ) -> Image:
         progress = self.running[name] = Progress(name)
+        source = _Source(name, image, lambda: skopeo.proxy(arguments, fds), explain)
         try:
-            async with skopeo.proxy(arguments, fds) as proxy:
-                opened, source, parts = await _answered(lambda: _open(proxy, image), explain, look)
-                manifest, configuration = manifests.read(*parts, name)
+            async with source:
+                digest, raw_manifest, raw_config = await source.begin(look)
+                manifest, configuration = manifests.read(raw_manifest, raw_config, name)
                 config = manifests.to_config(configuration, name)
-                found = _Source(proxy, opened, explain, name)
                 with self._store.holding() as hold:
                     layers = await self._all_layers(
-                        found, manifest, configuration.rootfs.diff_ids or (), hold, progress
+                        source, manifest, configuration.rootfs.diff_ids or (), hold, progress
                     )
                     if len(set(layers)) > LAYERS_MAX:
                         layers = await collapse(self._store, layers, hold)
                     return await asyncio.to_thread(
-                        self._store.put, layers, config, names=[name], source=source
+                        self._store.put, layers, config, names=[name], source=digest
                     )
-        except skopeo.SkopeoError as exc:
-            raise await explain(str(exc)) from exc
         finally:
             if self.running.get(name) is progress:
                 del self.running[name]
@@ -315,42 +366,28 @@ class Puller:
         progress: Progress,
         budget: _Budget,
     ) -> convert.Unpacked:
-        """Let a layer flow from the registry into a tree, and say whose failure it was if it
-        fails: both ends may have something to say."""
+        """Let a layer flow from the registry into a tree."""
         stall_s = self._config.registry_stall_s
         try:
-            blob = await source.proxy.blob(source.image, part.digest, part.size, stall_s)
+            async with source.line() as (proxy, image):
+                blob = await proxy.blob(image, part.digest, part.size, stall_s)
+                return await _flow(
+                    proxy,
+                    blob,
+                    convert.unpack(
+                        find_layer(), tree, source=blob.fd, blob=part.digest, diff=diff,
+                        bytes_max=budget.left_bytes, stall_s=stall_s,
+                        progress=lambda read: progress.bytes_read.update(
+                            {diff: min(read, part.size)}
+                        ),
+                    ),
+                )  # fmt: skip
         except skopeo.SkopeoError as exc:
             raise await source.explain(str(exc)) from exc
         except skopeo.SkopeoTimeout as exc:
             raise RegistryUnavailable(f"{source.what}: {exc}") from exc
-        failure: Exception | None = None
-        unpacked: convert.Unpacked | None = None
-        try:
-            unpacked = await convert.unpack(
-                find_layer(), tree, source=blob.fd, blob=part.digest, diff=diff,
-                bytes_max=budget.left_bytes, stall_s=stall_s,
-                progress=lambda read: progress.bytes_read.update({diff: min(read, part.size)}),
-            )  # fmt: skip
         except convert.Stalled as exc:
-            source.proxy.kill()
             raise RegistryUnavailable(f"{source.what} is too slow: {exc}") from exc
-        except OpendsecError as exc:
-            failure = exc
-        finally:
-            os.close(blob.fd)
-        try:
-            await source.proxy.finish(blob.pipe, limits.MANIFEST_TIMEOUT_S)
-        except skopeo.SkopeoTimeout as exc:
-            raise RegistryUnavailable(f"{source.what}: {exc}") from exc
-        except skopeo.SkopeoError as exc:
-            # When the reader has gone, skopeo's complaint is the echo of that.
-            if failure is None or _BROKEN_PIPE not in str(exc):
-                raise await source.explain(str(exc)) from exc
-        if failure is not None:
-            raise failure
-        assert unpacked is not None
-        return unpacked
 
 
 class _Budget:
@@ -373,10 +410,33 @@ class _Budget:
             )
 
 
-async def _open(proxy: skopeo.Proxy, image: str) -> tuple[int, str, tuple[bytes, bytes]]:
-    opened = await proxy.open(image, limits.MANIFEST_TIMEOUT_S)
-    source, manifest = await proxy.manifest(opened, limits.MANIFEST_TIMEOUT_S)
-    return opened, source, (manifest, await proxy.config(opened, limits.MANIFEST_TIMEOUT_S))
+async def _flow(
+    proxy: skopeo.Proxy, blob: skopeo.Blob, unpacking: Awaitable[convert.Unpacked]
+) -> convert.Unpacked:
+    """Unpack a layer while skopeo sends it, and tell by what both say whose failure it was."""
+    sent = asyncio.ensure_future(proxy.finish(blob.pipe, limits.PULL_TIMEOUT_S))
+    failure: OpendsecError | None = None
+    unpacked: convert.Unpacked | None = None
+    try:
+        try:
+            unpacked = await unpacking
+        except OpendsecError as exc:
+            failure = exc
+        finally:
+            os.close(blob.fd)
+        try:
+            await sent
+        except skopeo.SkopeoError as exc:
+            # When the reader has gone, skopeo's complaint is but the echo of that.
+            if failure is None or _BROKEN_PIPE not in str(exc):
+                raise
+    finally:
+        sent.cancel()
+        await asyncio.wait({sent})
+    if failure is not None:
+        raise failure
+    assert unpacked is not None
+    return unpacked
 
 
 async def _answered(

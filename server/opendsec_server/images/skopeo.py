@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -54,7 +52,7 @@ class Blob:
 
 
 class Proxy:
-    """One running proxy. Calls are made one at a time; contents flow side by side."""
+    """One running proxy: one call, and one piece of contents, at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
         self._process = process
@@ -100,7 +98,8 @@ class Proxy:
         return Blob(fd, pipe, int(value))
 
     async def finish(self, pipe: int, timeout_s: float) -> None:
-        """After the contents were read: whether they were whole and right.
+        """Wait until contents were sent, whole and right. They must be read meanwhile: skopeo
+        closes its end of the pipe here and not before.
 
         Raises:
             SkopeoError, SkopeoTimeout
@@ -111,27 +110,36 @@ class Proxy:
         if fd is None:
             raise SkopeoError("skopeo gave no pipe")
         try:
-            data = await asyncio.to_thread(_read_all, fd, timeout_s)
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
+                data = tasks.create_task(_read_all(fd))
+                tasks.create_task(self.finish(pipe, timeout_s))
+        except* SkopeoError as group:
+            raise group.exceptions[0] from group
+        except* TimeoutError as group:
+            raise SkopeoTimeout(f"nothing came for {timeout_s:.0f} s") from group
         finally:
             os.close(fd)
-        await self.finish(pipe, timeout_s)
-        return data
+        return data.result()
 
     async def _call(
         self, method: str, arguments: list[Any], timeout_s: float
     ) -> tuple[Any, int | None, int]:
         async with self._lock:
-            # A call that was given up would leave its answer to the next one.
-            work = asyncio.ensure_future(
-                asyncio.to_thread(_exchange, self._socket, method, arguments, timeout_s)
-            )
             try:
-                return await asyncio.shield(work)
-            except asyncio.CancelledError:
+                async with asyncio.timeout(timeout_s):
+                    self._socket.send(json.dumps({"method": method, "args": arguments}).encode())
+                    await _readable(self._socket.fileno())
+                data, fds, _flags, _address = socket.recv_fds(self._socket, _REPLY_BYTES_MAX, 1)
+            except TimeoutError as exc:
                 self.kill()
-                with suppress(Exception):
-                    await work
+                raise SkopeoTimeout(f"skopeo did not answer {method} in {timeout_s:.0f} s") from exc
+            except OSError as exc:
+                raise SkopeoError(f"skopeo ended: {exc}") from exc
+            except asyncio.CancelledError:
+                # Its answer would be taken for that to the next call.
+                self.kill()
                 raise
+        return _reply(data, fds[0] if fds else None)
 
     def kill(self) -> None:
         """End it at once; every call and pipe fails."""
@@ -151,6 +159,7 @@ async def proxy(arguments: tuple[str, ...], fds: tuple[int, ...] = ()) -> AsyncI
         ConfigError: skopeo is not installed.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
     process = None
     try:
         try:
@@ -212,18 +221,7 @@ async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:
             await process.wait()
 
 
-def _exchange(
-    channel: socket.socket, method: str, arguments: list[Any], timeout_s: float
-) -> tuple[Any, int | None, int]:
-    channel.settimeout(timeout_s)
-    try:
-        channel.send(json.dumps({"method": method, "args": arguments}).encode())
-        data, fds, _flags, _address = socket.recv_fds(channel, _REPLY_BYTES_MAX, 1)
-    except TimeoutError as exc:
-        raise SkopeoTimeout(f"skopeo did not answer {method} in {timeout_s:.0f} s") from exc
-    except OSError as exc:
-        raise SkopeoError(f"skopeo ended: {exc}") from exc
-    fd = fds[0] if fds else None
+def _reply(data: bytes, fd: int | None) -> tuple[Any, int | None, int]:
     try:
         reply = json.loads(data)
         if not reply["success"]:
@@ -235,14 +233,25 @@ def _exchange(
         raise SkopeoError("skopeo ended, or gave an answer that cannot be read") from exc
 
 
-def _read_all(fd: int, timeout_s: float) -> bytes:
-    until = time.monotonic() + timeout_s
+def _settle(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, _settle, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(fd)
+
+
+async def _read_all(fd: int) -> bytes:
     found = bytearray()
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
     while True:
-        if not poller.poll(max(0.0, until - time.monotonic()) * 1_000):
-            raise SkopeoTimeout(f"nothing came for {timeout_s:.0f} s")
+        await _readable(fd)
         chunk = os.read(fd, 1 << 16)
         if not chunk:
             return bytes(found)
