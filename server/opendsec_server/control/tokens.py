@@ -32,10 +32,12 @@ class TokenMint:
         """Opens the guest agent's internal routes. Never leaves the machine."""
         return self._derive("control", sandbox_id)
 
-    def _derive(self, purpose: str, sandbox_id: str) -> str:
-        return hmac.new(
-            self._secret, f"{purpose}:{sandbox_id}".encode(), hashlib.sha256
-        ).hexdigest()
+    def upload(self, project_id: str, files_hash: str, expires: str) -> str:
+        """Lets one archive be sent to a project, until ``expires`` (Unix seconds)."""
+        return self._derive("upload", f"{project_id}:{files_hash}:{expires}")
+
+    def _derive(self, purpose: str, name: str) -> str:
+        return hmac.new(self._secret, f"{purpose}:{name}".encode(), hashlib.sha256).hexdigest()
 
 
 def load_secret(path: Path) -> bytes:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import uuid
 from typing import NoReturn
 
 import msgspec
@@ -31,7 +30,6 @@ VISIBLE = RUNNING + PAUSED
 
 CLIENT_ID = "opendsec"
 """A field of E2B's past that clients still require."""
-_BUILD_NAMESPACE = uuid.UUID("8c6cf1a4-6f0e-4a52-9f6d-4a2c19f3d1b7")
 EVERYWHERE = "0.0.0.0/0"
 
 
@@ -209,27 +207,4 @@ def metric_of(sample: MetricSample) -> schemas.Metric:
         mem_cache=sample.memory_cache_bytes,
         disk_used=sample.disk_used_bytes,
         disk_total=sample.disk_total_bytes,
-    )
-
-
-def template_of(template: records.Template, use: tuple[int, float] | None) -> schemas.Template:
-    """A template as it is shown. What the installation brings counts as built once."""
-    spawned, last = use or (0, None)
-    return schemas.Template(
-        template_id=template.template_id,
-        build_id=str(uuid.uuid5(_BUILD_NAMESPACE, template.template_id)),
-        cpu_count=cpu_count(template.cpu),
-        memory_mb=template.memory_mb,
-        disk_size_mb=template.disk_mb,
-        public=template.public,
-        aliases=[template.name],
-        names=[template.name],
-        created_at=rfc3339(template.created_at),
-        updated_at=rfc3339(template.updated_at),
-        created_by=None,
-        last_spawned_at=None if last is None else rfc3339(last),
-        spawn_count=spawned,
-        build_count=1,
-        envd_version=ENVD_VERSION,
-        build_status="ready",
     )

@@ -7,7 +7,7 @@ from litestar import Response, get
 
 from opendsec_server.api.http import Request, no_content
 
-from . import logs, not_yet, sandboxes, states, templates
+from . import builds, logs, not_yet, sandboxes, states, templates
 
 
 @get("/health")
@@ -16,11 +16,12 @@ async def health(request: Request) -> Response[None]:
     return no_content()
 
 
-OPEN_HANDLERS = [health]
+OPEN_HANDLERS = [health, *builds.OPEN_HANDLERS]
 HANDLERS = [
     *sandboxes.HANDLERS,
     *states.HANDLERS,
     *logs.HANDLERS,
     *templates.HANDLERS,
+    *builds.HANDLERS,
     *not_yet.HANDLERS,
 ]

@@ -13,26 +13,20 @@ from opendsec_server.api.http import Request
 from opendsec_server.contract.errors import NotSupported
 
 _LATER: dict[str, tuple[str, list[str]]] = {
-    "/templates": ("building a template", ["POST"]),
-    "/v2/templates": ("building a template", ["POST"]),
-    "/v3/templates": ("building a template", ["POST"]),
-    "/templates/tags": ("changing a template's tags", ["POST", "DELETE"]),
+    "/templates": ("building a template by pushing an image (version 1)", ["POST"]),
     "/templates/{template_id:str}": (
-        "reading builds of a template, or changing it",
-        ["GET", "POST", "PATCH"],
+        "building a template by pushing an image (version 1)",
+        ["POST"],
     ),
-    "/v2/templates/{template_id:str}": ("changing a template", ["PATCH"]),
-    "/templates/{template_id:str}/tags": ("reading a template's tags", ["GET"]),
-    "/templates/{template_id:str}/tags/{part:str}": ("reading a template's tags", ["GET"]),
+    "/templates/{template_id:str}/tags/{part:str}": ("reading groups of tags", ["GET"]),
     "/templates/{template_id:str}/tags/{tag:str}/assignments": (
-        "reading a template's tags",
+        "reading the history of a tag",
         ["GET"],
     ),
-    "/templates/{template_id:str}/files/{digest:str}": ("uploading files of a build", ["GET"]),
-    "/templates/{template_id:str}/builds/{build_id:str}": ("building a template", ["POST"]),
-    "/v2/templates/{template_id:str}/builds/{build_id:str}": ("building a template", ["POST"]),
-    "/templates/{template_id:str}/builds/{build_id:str}/status": ("reading a build", ["GET"]),
-    "/templates/{template_id:str}/builds/{build_id:str}/logs": ("reading a build", ["GET"]),
+    "/templates/{template_id:str}/builds/{build_id:str}": (
+        "building a template by pushing an image (version 1)",
+        ["POST"],
+    ),
     "/volumes": ("using volumes", ["GET", "POST"]),
     "/volumes/{volume_id:str}": ("using volumes", ["GET", "DELETE"]),
     "/secrets": ("using secrets", ["GET", "POST"]),

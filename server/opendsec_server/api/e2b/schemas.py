@@ -221,27 +221,3 @@ class Logs(Struct, kw_only=True, frozen=True, rename=e2b_name):
 
 class LogsV2(Struct, kw_only=True, frozen=True, rename=e2b_name):
     logs: list[LogEntry]
-
-
-class Template(Struct, kw_only=True, frozen=True, rename=e2b_name):
-    template_id: str
-    build_id: str
-    cpu_count: int
-    memory_mb: int
-    disk_size_mb: int
-    public: bool
-    aliases: list[str]
-    names: list[str]
-    created_at: str
-    updated_at: str
-    created_by: None
-    last_spawned_at: str | None
-    spawn_count: int
-    build_count: int
-    envd_version: str
-    build_status: Literal["ready"]
-
-
-class TemplateAlias(Struct, kw_only=True, frozen=True, rename=e2b_name):
-    template_id: str
-    public: bool

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import msgspec
-from litestar import Response, delete, get, post
+from litestar import Response, get, post
 from litestar.params import FromPath
 
 from opendsec_server.api.errors import MAY_HAVE_HAPPENED_KEY
@@ -25,7 +25,6 @@ from opendsec_server.contract.errors import (
     InvalidRequest,
     NotSupported,
     StateConflict,
-    TemplateNotFound,
 )
 from opendsec_server.contract.node import StateMode
 from opendsec_server.contract.states import State
@@ -158,16 +157,4 @@ async def list_snapshots(request: Request) -> Response[bytes]:
     return answer([convert.snapshot_info_of(s) for s in page.snapshots], headers=headers)
 
 
-@delete("/templates/{template_id:str}")
-async def delete_template(request: Request, template_id: FromPath[str]) -> Response[None]:
-    """``DELETE /templates/{id}`` of a snapshot, whose id is a template's: 204 or 404."""
-    services, caller, name = services_of(request), caller_of(request), segment(template_id)
-    try:
-        await services.templates.resolve(caller, name)
-    except (InvalidRequest, TemplateNotFound):
-        await services.snapshots.delete(caller, name)
-        return no_content()
-    raise NotSupported("deleting a template is not supported yet")
-
-
-HANDLERS = [pause, resume, fork, create_snapshot, list_snapshots, delete_template]
+HANDLERS = [pause, resume, fork, create_snapshot, list_snapshots]

@@ -292,6 +292,19 @@ E2B_CALLS = [
     ("POST", "/sandboxes/{id}/fork"),
     ("POST", "/sandboxes/{id}/snapshots"),
     ("GET", "/snapshots"),
+    ("POST", "/v3/templates"),
+    ("POST", "/v2/templates"),
+    ("GET", "/v2/templates"),
+    ("GET", "/templates/{id}"),
+    ("PATCH", "/v2/templates/{id}"),
+    ("GET", "/templates/{id}/files/{id}"),
+    ("PUT", "/templates/{id}/files/{id}/content"),
+    ("POST", "/v2/templates/{id}/builds/{id}"),
+    ("GET", "/templates/{id}/builds/{id}/status"),
+    ("GET", "/templates/{id}/builds/{id}/logs"),
+    ("POST", "/templates/tags"),
+    ("DELETE", "/templates/tags"),
+    ("GET", "/templates/{id}/tags"),
 ]
 
 

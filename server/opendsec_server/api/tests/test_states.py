@@ -394,7 +394,7 @@ async def test_e2b_snapshots(http: httpx.AsyncClient, plane: Plane) -> None:
         check_error(await http.delete(path), 404, "snapshot_not_found")
     check_error(await http.delete("/templates/nope"), 404)
     check_error(await http.delete("/templates/A%20B"), 404)
-    check_error(await http.delete("/templates/base"), 501)
+    check_error(await http.delete("/templates/base"), 403, "forbidden")
     body = {"templateID": named.json()["snapshotID"]}
     check_error(await http.post("/v2/sandboxes", json=body), 404, "template_not_found")
 

@@ -25,7 +25,7 @@ async def run(
     ended: asyncio.Event,
 ) -> AsyncIterator[ExecEvent]:
     """Run a command on a sandbox's files."""
-    for line in command.splitlines():
+    for line in command.replace(" && ", "\n").splitlines():
         verb, _, rest = line.strip().partition(" ")
         path, _, text = rest.partition(" ")
         out: str | None = None
