@@ -68,6 +68,10 @@ E2B_REFRESH_S_MAX = 3_600
 E2B_REFRESH_S_DEFAULT = 15
 E2B_TIMEOUT_S_DEFAULT = 300
 
+IMAGE_REFERENCE_CHARS_MAX = 512
+CREATE_LAYERS_MAX = 64
+"""Images put on top of each other in one create."""
+
 TEMPLATE_NAME_CHARS_MAX = 128
 TEMPLATE_TAGS_MAX = 32
 """Tags in one request."""

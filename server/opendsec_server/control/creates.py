@@ -32,7 +32,7 @@ from opendsec_server.contract.ids import new_sandbox_id
 from opendsec_server.contract.limits import START_BUDGET_S
 from opendsec_server.contract.node import Backend, NodeClient, NodeEvent, NodeInfo, SandboxSpec
 from opendsec_server.contract.states import TERMINAL, EndReason, State
-from opendsec_server.store.creates import begin_create
+from opendsec_server.store.creates import begin_create, look_up
 from opendsec_server.store.records import (
     IdempotencyClaim,
     IdempotencyRow,
@@ -47,8 +47,9 @@ from .backends import Backends
 from .iam import Caller
 from .ledger import Ledger, change_from_status, with_status
 from .metrics import ControlMetrics
+from .origins import Origins, needs_layers
 from .params import CreateParams, check_params
-from .snapshots import Origin, Snapshots
+from .snapshots import Origin
 from .templates import Templates
 from .tokens import TokenMint
 
@@ -88,7 +89,7 @@ class Creates:
         node_info: NodeInfo,
         mint: TokenMint,
         templates: Templates,
-        snapshots: Snapshots,
+        origins: Origins,
         backends: Backends,
         ledger: Ledger,
         metrics: ControlMetrics,
@@ -98,7 +99,7 @@ class Creates:
         self._node_info = node_info
         self._mint = mint
         self._templates = templates
-        self._snapshots = snapshots
+        self._origins = origins
         self._backends = backends
         self._ledger = ledger
         self._metrics = metrics
@@ -224,14 +225,27 @@ class Creates:
     async def _create(
         self, caller: Caller, params: CreateParams, claim: IdempotencyClaim | None
     ) -> Created:
-        async with self._snapshots.using(caller, params.template) as origin:
+        if claim is not None and needs_layers(params.extra):
+            # Before anything is pulled: the first request has decided what a tag means.
+            earlier = await look_up(self._store, caller.project_id, claim)
+            if earlier is not None:
+                known = await self._outcome_of(earlier)
+                if not (earlier.outcome == "pending" and known.state in TERMINAL):
+                    return Created(record=known, replayed=True)
+        async with self._origins.using(caller, params) as origin:
             backend = self._backend_of(params, origin)
             _check_sizes(params, origin)
             return await self._create_from(caller, params, origin, backend, claim)
 
     def _backend_of(self, params: CreateParams, origin: Origin) -> Backend:
         if origin.backend is None:
-            return self._backends.known(params.backend or self._backends.default).name
+            known = self._backends.known(params.backend or self._backends.default)
+            if known.capabilities.disk_images and needs_layers(params.extra):
+                raise InvalidRequest(
+                    f"image: backend `{known.name}` boots disk images, not layers",
+                    remediation="Ask for the backend `container` or `microvm`.",
+                )
+            return known.name
         if params.backend not in (None, origin.backend):
             raise InvalidRequest(
                 f"backend: `{origin.name}` was made by backend `{origin.backend}`, and "

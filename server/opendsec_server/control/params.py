@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -92,6 +92,7 @@ def check_params(params: CreateParams) -> None:
     if params.task_id is not None:
         check_text("task_id", params.task_id, limits.TASK_ID_CHARS_MAX)
     check_text("template", params.template, limits.NAME_CHARS_MAX)
+    check_sources(params.extra.image, params.extra.layers)
     check_network(params.network)
     if params.extra.vm is not None:
         check_vm(params.extra.vm)
@@ -249,4 +250,22 @@ def _check_addresses(field: str, entries: Iterable[str]) -> None:
         if network.version != 4:
             raise NotSupported(
                 f"{field}: IPv6 is not supported yet", remediation="Use IPv4 addresses or CIDRs."
+            )
+
+
+def check_sources(image: str | None, layers: Sequence[str]) -> None:
+    """Check references, as far as no node is needed for it.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    if len(layers) > limits.CREATE_LAYERS_MAX:
+        raise InvalidRequest(f"layers: at most {limits.CREATE_LAYERS_MAX}")
+    for field, text in [("image", image), *(("layers", text) for text in layers)]:
+        if text is None:
+            continue
+        if not text or len(text) > limits.IMAGE_REFERENCE_CHARS_MAX or not text.isprintable():
+            raise InvalidRequest(
+                f"{field}: not a reference of an image: 1 to "
+                f"{limits.IMAGE_REFERENCE_CHARS_MAX} printable characters"
             )

@@ -19,6 +19,7 @@ from .invalidations import Invalidations
 from .ledger import Ledger
 from .lifecycle import Lifecycle
 from .metrics import ControlMetrics
+from .origins import Origins
 from .routes import Routes
 from .saving import Saving
 from .snapshots import Snapshots
@@ -69,7 +70,7 @@ class Services:
             node_info=node_info,
             mint=mint,
             templates=self.templates,
-            snapshots=self.snapshots,
+            origins=Origins(node, self.templates, self.snapshots),
             backends=self.backends,
             ledger=ledger,
             metrics=self.metrics,

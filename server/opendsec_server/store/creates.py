@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
 import sqlalchemy as sa
@@ -57,6 +58,16 @@ async def begin_create(
     except sa.exc.IntegrityError:
         # Another process took the key between our look and our insert.
         return await store.write(work)
+
+
+async def look_up(store: Store, project_id: str, claim: IdempotencyClaim) -> IdempotencyRow | None:
+    """What a key stands for now. None: nothing, so that ``begin_create`` decides.
+
+    Raises:
+        IdempotencyMismatch: the key was used with other parameters.
+        StoreUnavailable: not known.
+    """
+    return await store.read(lambda c: find_key(c, project_id, claim, time.time())[0])
 
 
 def _begin_create(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from opendsec_server.contract.errors import Fault
-from opendsec_server.contract.images import StartCommand
+from opendsec_server.contract.images import ReadyCheck, StartCommand
 from opendsec_server.contract.node import (
     Accelerator,
     Backend,
@@ -116,6 +116,14 @@ class SandboxExtra(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     """Of a full virtual machine: for the node to decide."""
     start: StartCommand | None = None
     """Started with it and awaited: the template's, or the image's own."""
+    image: str | None = None
+    """Reference of the image that was asked for instead of a template."""
+    layers: tuple[str, ...] = ()
+    """What was asked to be put on top of it, in order."""
+    start_image: bool = False
+    """The image's own program was asked to be started."""
+    ready: ReadyCheck | None = None
+    """And awaited so."""
 
 
 class SandboxRecord(msgspec.Struct, kw_only=True, frozen=True):
