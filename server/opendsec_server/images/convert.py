@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendsec_server.config import ConfigError
 from opendsec_server.contract.errors import ImageDamaged, Internal, NodeFull
 
 from . import limits
+from .children import layer_program, tied
 
 EROFS_OPTIONS = (
     "--quiet", "-d0", "-zlz4", "-C16384", "--preserve-mtime", "-Enosbcrc",
@@ -56,7 +56,6 @@ class Unpacked:
 
 
 async def unpack(
-    program: Path,
     into: Path,
     *,
     source: int | Path,
@@ -69,7 +68,6 @@ async def unpack(
     """Unpack a layer's tar, compressed or not.
 
     Args:
-        program: ``opendsec-layer``.
         into: An empty directory.
         source: Where the archive is: a file, or a descriptor to read from, which stays open.
         blob: ``sha256:…`` that the archive must have as it comes.
@@ -84,7 +82,7 @@ async def unpack(
         Stalled: nothing came.
     """
     argv = [
-        str(program), "unpack", "--into", str(into),
+        layer_program(), "unpack", "--into", str(into),
         "--blob", str(source) if isinstance(source, Path) else "-",
         "--bytes-max", str(bytes_max), "--entries-max", str(limits.LAYER_ENTRIES_MAX),
     ]  # fmt: skip
@@ -93,7 +91,7 @@ async def unpack(
     if diff is not None:
         argv += ["--expect-diff", diff]
     process = await asyncio.create_subprocess_exec(
-        *argv,
+        *tied(argv),
         stdin=asyncio.subprocess.DEVNULL if isinstance(source, Path) else source,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -201,20 +199,16 @@ async def run_program(argv: Sequence[str], timeout_s: float, cwd: Path | None = 
 
     Raises:
         NodeFull: it says that the disk is full.
-        ConfigError: it is not installed.
-        Internal: it failed or took too long.
+        Internal: it is not installed, failed, or took too long.
     """
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            cwd=cwd,
-        )
-    except FileNotFoundError as exc:
-        raise ConfigError(f"{argv[0]} is not installed") from exc
+    process = await asyncio.create_subprocess_exec(
+        *tied(argv),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        cwd=cwd,
+    )
     talk = asyncio.ensure_future(process.communicate())
     try:
         out, _err = await asyncio.wait_for(asyncio.shield(talk), timeout_s)

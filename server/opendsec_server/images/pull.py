@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import structlog
 
-from opendsec_server.binaries import find_layer
 from opendsec_server.config import Config
 from opendsec_server.contract.errors import (
     ImageDamaged,
@@ -46,7 +45,6 @@ log = structlog.get_logger("opendsec.images")
 T = TypeVar("T")
 _MIB = 1024 * 1024
 _BROKEN_PIPE = "broken pipe"
-_POLICY = Path("/etc/containers/policy.json")
 
 
 @dataclass(slots=True)
@@ -223,7 +221,7 @@ class Puller:
             tree = scratch / "tree"
             tree.mkdir()
             unpacked = await convert.unpack(
-                find_layer(), tree, source=file, bytes_max=bytes_max,
+                tree, source=file, bytes_max=bytes_max,
                 stall_s=self._config.registry_stall_s,
             )  # fmt: skip
             await self._make(tree, scratch / "layer", hold, unpacked.diff)
@@ -375,7 +373,7 @@ class Puller:
                     proxy,
                     blob,
                     convert.unpack(
-                        find_layer(), tree, source=blob.fd, blob=part.digest, diff=diff,
+                        tree, source=blob.fd, blob=part.digest, diff=diff,
                         bytes_max=budget.left_bytes, stall_s=stall_s,
                         progress=lambda read: progress.bytes_read.update(
                             {diff: min(read, part.size)}

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from opendsec_server.binaries import find_layer
 from opendsec_server.config import Config
 from opendsec_server.contract.errors import InvalidRequest, RegistryUnavailable
 from opendsec_server.contract.images import RegistryAuth
 
 from . import auth as credentials
 from . import limits, manifests, registry, skopeo
+from .children import layer_program
 from .collapse import run_merged
 from .references import Reference
 from .registry import Endpoint, is_loopback
@@ -84,7 +84,7 @@ class Pusher:
             await run_merged(
                 [self._store.layer_path(layer)],
                 scratch,
-                ["sh", "-c", _PACK, str(find_layer()), str(tar), str(report)],
+                ["sh", "-c", _PACK, layer_program(), str(tar), str(report)],
             )
         return await asyncio.to_thread(_taken, tar, report, blobs)
 

@@ -234,8 +234,13 @@ class Answer(http.server.BaseHTTPRequestHandler):
             change: What becomes of the body; the headers stay as they are.
         """
         upstream = http.client.HTTPConnection(self.server.behind, timeout=30)
-        headers = {k: v for k, v in self.headers.items() if k.lower() != "host"}
-        upstream.request(self.command, self.path, headers={**headers, "Host": self.server.behind})
+        # One by one: skopeo says in several headers of one name what it accepts.
+        upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        upstream.putheader("Host", self.server.behind)
+        for name, value in self.headers.items():
+            if name.lower() != "host":
+                upstream.putheader(name, value)
+        upstream.endheaders()
         reply = upstream.getresponse()
         body = reply.read()
         self.send_response(reply.status)

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Registries that refuse, fail, stall and lie, and layers that mean harm: a typed error each, and
+nothing half-made."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opendsec_server.contract.errors import (
+    ImageDamaged,
+    ImageNotFound,
+    NodeFull,
+    OpendsecError,
+    RegistryDenied,
+    RegistryLimited,
+    RegistryUnavailable,
+)
+from opendsec_server.images import limits
+from opendsec_server.images.registry import retry_after_s
+
+from .conftest import World
+from .registries import (
+    Answer,
+    Entry,
+    FaultProxy,
+    Registry,
+    files,
+    free_port,
+    make_layout,
+    sha256,
+    tar_of,
+)
+
+
+def blob_of(layout: Path, at: int = 0) -> str:
+    """Digest of a layout's layer, as it is sent."""
+    manifest = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"]
+    found = json.loads((layout / "blobs/sha256" / manifest[7:]).read_text())
+    return str(found["layers"][at]["digest"])
+
+
+def assert_nothing_visible(world: World) -> None:
+    """No image, and nothing half-made."""
+    images = world.images()
+    assert asyncio.run(images.all()) == []
+    assert images.store.names() == {}
+    folder = world.root / "images/pulls"
+    assert not folder.is_dir() or not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "kind"),
+    [
+        (401, {"WWW-Authenticate": 'Basic realm="x"'}, RegistryDenied),
+        (403, {}, RegistryDenied),
+        (404, {}, ImageNotFound),
+        (500, {}, RegistryUnavailable),
+        (503, {"Retry-After": "7"}, RegistryUnavailable),
+    ],
+)
+def test_statuses(
+    world: World,
+    faults: FaultProxy,
+    status: int,
+    headers: dict[str, str],
+    kind: type[OpendsecError],
+) -> None:
+    faults.fault = lambda answer: answer.path != "/v2/" and answer.refuse(status, headers)
+    with pytest.raises(kind) as raised:
+        asyncio.run(world.images().pull(f"{faults.host}/some/image:1"))
+    assert type(raised.value) is kind
+    if status == 503:
+        assert raised.value.retry_after_s == 7
+    # As often as it is tried, skopeo and we ask twice each at most.
+    asked = [r for r in faults.requests if "/manifests/" in r]
+    assert len(asked) <= 4 * limits.ATTEMPTS_MAX
+    assert_nothing_visible(world)
+
+
+def test_too_many_requests(world: World, faults: FaultProxy) -> None:
+    faults.fault = lambda answer: answer.refuse(429, {"Retry-After": "42"})
+    with pytest.raises(RegistryLimited) as raised:
+        asyncio.run(world.images().pull(f"{faults.host}/some/image:1"))
+    assert raised.value.retry_after_s == 42
+    assert raised.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("5", 5), (None, 60), ("soon", 60), ("-3", 1), ("999999999", 86_400)]
+)
+def test_retry_after(value: str | None, wanted: int) -> None:
+    assert retry_after_s(value) == wanted
+
+
+def test_retry_after_date() -> None:
+    later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 100))
+    assert 90 <= retry_after_s(later) <= 101
+
+
+def test_nobody_listens(world: World) -> None:
+    with pytest.raises(RegistryUnavailable):
+        asyncio.run(world.images().pull(f"127.0.0.1:{free_port()}/some/image:1"))
+    assert_nothing_visible(world)
+
+
+def test_passing_failure_is_retried(
+    world: World, registry: Registry, faults: FaultProxy, tmp_path: Path
+) -> None:
+    make_layout(tmp_path / "l", [files(a="1")])
+    registry.push(tmp_path / "l", "retry:1")
+    left = [2]
+
+    def fail_twice(answer: Answer) -> bool:
+        if "/blobs/" not in answer.path or not left[0]:
+            return False
+        left[0] -= 1
+        return answer.refuse(502)
+
+    faults.fault = fail_twice
+    assert asyncio.run(world.images().pull(f"{faults.host}/retry:1")).layers
+    assert left == [0]
+
+
+def spoil(blob: str, change: Callable[[bytes], bytes]) -> Callable[[Answer], bool]:
+    """A fault: one blob comes changed."""
+
+    def fault(answer: Answer) -> bool:
+        if blob not in answer.path or answer.command != "GET":
+            return False
+        answer.forward(change)
+        return True
+
+    return fault
+
+
+def test_registry_gone_in_the_middle(
+    world: World, registry: Registry, faults: FaultProxy, tmp_path: Path
+) -> None:
+    make_layout(tmp_path / "l", [files(a="1"), tar_of([Entry("b", os.urandom(1 << 20))])])
+    registry.push(tmp_path / "l", "cut:1")
+    faults.fault = spoil(blob_of(tmp_path / "l", 1), lambda body: body[: len(body) // 2])
+    images = world.images()
+    with pytest.raises(RegistryUnavailable):
+        asyncio.run(images.pull(f"{faults.host}/cut:1"))
+    assert_nothing_visible(world)
+    assert len(images.store.layers()) == 1, "the layer that was whole is kept"
+    faults.fault = None
+    faults.requests.clear()
+    assert asyncio.run(images.pull(f"{faults.host}/cut:1")).layers
+    assert blob_of(tmp_path / "l", 0) not in faults.blobs()
+
+
+def test_altered_bytes(
+    world: World, registry: Registry, faults: FaultProxy, tmp_path: Path
+) -> None:
+    make_layout(tmp_path / "l", [tar_of([Entry("b", b"x" * 100_000)])])
+    registry.push(tmp_path / "l", "altered:1")
+
+    def alter(body: bytes) -> bytes:
+        middle = len(body) // 2
+        return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+
+    faults.fault = spoil(blob_of(tmp_path / "l"), alter)
+    with pytest.raises(ImageDamaged):
+        asyncio.run(world.images().pull(f"{faults.host}/altered:1"))
+    assert_nothing_visible(world)
+
+
+def test_another_layer_than_was_asked_for(
+    world: World, registry: Registry, faults: FaultProxy, tmp_path: Path
+) -> None:
+    make_layout(tmp_path / "l", [files(a="right")])
+    registry.push(tmp_path / "l", "lying:1")
+    other = gzip.compress(files(a="wrong"), 1, mtime=0)
+    faults.fault = spoil(
+        blob_of(tmp_path / "l"), lambda body: other[: len(body)].ljust(len(body), b"\0")
+    )
+    with pytest.raises(ImageDamaged):
+        asyncio.run(world.images().pull(f"{faults.host}/lying:1"))
+    assert_nothing_visible(world)
+
+
+def test_manifest_of_another_digest(
+    world: World, registry: Registry, faults: FaultProxy, tmp_path: Path
+) -> None:
+    digest = make_layout(tmp_path / "l", [files(a="1")])
+    registry.push(tmp_path / "l", "manifest:1")
+    faults.fault = lambda answer: (
+        "/manifests/" in answer.path
+        and answer.command == "GET"
+        and (
+            answer.forward(lambda body: body.replace(b"sha256:", b"sha256:", 1)[:-1] + b" "),
+            True,
+        )[1]
+    )
+    with pytest.raises(OpendsecError) as raised:
+        asyncio.run(world.images().pull(f"{faults.host}/manifest@{digest}"))
+    assert isinstance(raised.value, ImageDamaged)
+    assert_nothing_visible(world)
+
+
+def test_diff_id_that_is_wrong(world: World, registry: Registry, tmp_path: Path) -> None:
+    make_layout(tmp_path / "l", [files(a="1")], diff_ids=[sha256(b"something else")])
+    with pytest.raises(ImageDamaged):
+        asyncio.run(world.images().pull(registry.push(tmp_path / "l", "diff:1")))
+    assert_nothing_visible(world)
+
+
+def test_slow_registry(
+    world: World, registry: Registry, faults: FaultProxy, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(limits, "ATTEMPTS_MAX", 1)
+    make_layout(tmp_path / "l", [tar_of([Entry("b", os.urandom(1 << 20))])])
+    registry.push(tmp_path / "l", "slow:1")
+    blob = blob_of(tmp_path / "l")
+
+    def trickle(answer: Answer) -> bool:
+        if blob not in answer.path or answer.command != "GET":
+            return False
+
+        def wait(body: bytes) -> bytes:
+            answer.wfile.write(body[:1000])
+            answer.wfile.flush()
+            time.sleep(8)
+            return b""
+
+        answer.forward(wait)
+        return True
+
+    faults.fault = trickle
+    with pytest.raises(RegistryUnavailable, match="slow"):
+        asyncio.run(world.images(registry_stall_s=1.5).pull(f"{faults.host}/slow:1"))
+    assert_nothing_visible(world)
+
+
+def test_something_that_is_no_image(world: World, registry: Registry, tmp_path: Path) -> None:
+    make_layout(tmp_path / "l", [files(a="1")], diff_ids=[sha256(b"a"), sha256(b"b")])
+    with pytest.raises(ImageDamaged, match="1 layers"):
+        asyncio.run(world.images().pull(registry.push(tmp_path / "l", "odd:1")))
+    make_layout(tmp_path / "m", [files(a="1")], {"Env": "not a list"})
+    with pytest.raises(ImageDamaged):
+        asyncio.run(world.images().pull(registry.push(tmp_path / "m", "odd:2")))
+    make_layout(tmp_path / "n", [files(a="1")], {"Env": ["A=\0"]})
+    with pytest.raises(ImageDamaged, match="null"):
+        asyncio.run(world.images().pull(registry.push(tmp_path / "n", "odd:3")))
+    assert_nothing_visible(world)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        pytest.param([Entry("../escaped", b"x")], id="parent"),
+        pytest.param([Entry("a/../../escaped", b"x")], id="parent-within"),
+        pytest.param(
+            [Entry("h", kind=tarfile.LNKTYPE, link="../../../../etc/passwd")], id="hard-link"
+        ),
+    ],
+)
+def test_hostile_layers(
+    world: World, registry: Registry, tmp_path: Path, entries: list[Entry]
+) -> None:
+    make_layout(tmp_path / "l", [tar_of(entries)])
+    with pytest.raises(ImageDamaged):
+        asyncio.run(world.images().pull(registry.push(tmp_path / "l", "hostile:1")))
+    assert not list(tmp_path.rglob("escaped"))
+    assert_nothing_visible(world)
+
+
+def test_links_lead_nowhere_outside(world: World, registry: Registry, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    entries = [
+        Entry("dir", kind=tarfile.SYMTYPE, link=str(outside)),
+        Entry("dir/written", b"x"),
+        Entry("/absolute", b"x"),
+        Entry("up", kind=tarfile.SYMTYPE, link="../../../../../../../.."),
+        Entry(f"up{outside}/written", b"x"),
+    ]
+    make_layout(tmp_path / "l", [tar_of(entries)])
+    images = world.images()
+    try:
+        info = asyncio.run(images.pull(registry.push(tmp_path / "l", "links:1")))
+    except ImageDamaged:
+        assert_nothing_visible(world)
+    else:
+        assert "absolute" in world.tree(images, info.digest)
+    assert list(outside.iterdir()) == []
+
+
+def test_layer_that_is_no_archive(world: World, registry: Registry, tmp_path: Path) -> None:
+    make_layout(tmp_path / "l", [os.urandom(100_000)])
+    with pytest.raises(ImageDamaged):
+        asyncio.run(world.images().pull(registry.push(tmp_path / "l", "noise:1")))
+    assert_nothing_visible(world)
+
+
+def test_layer_that_swells(world: World, registry: Registry, tmp_path: Path) -> None:
+    make_layout(tmp_path / "l", [tar_of([Entry("zeros", bytes(64 << 20))])])
+    reference = registry.push(tmp_path / "l", "bomb:1")
+    with pytest.raises(NodeFull, match="image_size_max_mb|limit|larger"):
+        asyncio.run(world.images(image_size_max_mb=16).pull(reference))
+    assert_nothing_visible(world)
+    assert asyncio.run(world.images(image_size_max_mb=100).pull(reference)).layers
+
+
+def test_two_hundred_thousand_files(world: World, registry: Registry, tmp_path: Path) -> None:
+    entries = [Entry(f"d/{number:06}") for number in range(200_000)]
+    make_layout(tmp_path / "l", [tar_of(entries)])
+    images = world.images()
+    info = asyncio.run(images.pull(registry.push(tmp_path / "l", "crowd:1")))
+    assert len(world.tree(images, info.digest)) == 200_002
+
+
+def test_disk_full(world: World, registry: Registry, tmp_path: Path, monkeypatch: Any) -> None:
+    make_layout(tmp_path / "l", [tar_of([Entry("b", os.urandom(12 << 20))])])
+    reference = registry.push(tmp_path / "l", "full:1")
+    world.root = tmp_path / "small"
+    world.root.mkdir()
+    os.system(f"mount -t tmpfs -o size=8m none {world.root}")
+    try:
+        with pytest.raises(NodeFull, match="disk"):
+            asyncio.run(world.images().pull(reference))
+        # As well when it was not seen beforehand.
+        monkeypatch.setattr(limits, "DISK_FREE_FLOOR_BYTES", -(1 << 30))
+        with pytest.raises(NodeFull, match="disk"):
+            asyncio.run(world.images().pull(reference))
+        assert_nothing_visible(world)
+    finally:
+        os.system(f"umount {world.root}")
