@@ -60,10 +60,5 @@ def find_ram() -> Path:
 
 
 def find_layer() -> Path:
-    """The program that unpacks and packs layers of images. Raises as ``find_binary``."""
-    return find_binary("opendsec-layer", None, "OPENDSEC_LAYER")
-
-
-def find_layer() -> Path:
     """The program that unpacks, packs and copies image layers. Raises as ``find_binary``."""
     return find_binary("opendsec-layer", None, "OPENDSEC_LAYER")

@@ -15,6 +15,9 @@ machine that boots a distribution has the longest."""
 STATE_TIMEOUT_S = 300.0
 """Pause, resume, fork and snapshot: memory of many gigabytes may have to go to or from disk."""
 
+PACK_TIMEOUT_S = 1_800.0
+"""All that a sandbox wrote is read, compressed and written."""
+
 HEALTH_TIMEOUT_S = 5.0
 PROBE_PAUSES_S = (0.25, 0.5, 1.0)
 """After a broken stream the sandbox's health is asked for again after these pauses: a restarted

@@ -65,6 +65,56 @@ class VmOptions(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     devices: tuple[str, ...] = ()
 
 
+class ReadyCheck(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """When an image's program counts as up: one of the first three, or none.
+
+    Attributes:
+        command: Repeated by a shell of the image until it exits with 0.
+        port: Something listens there.
+        url: Answers with a status below 400, such as ``http://localhost:8000/health``.
+        timeout_s: How long that may take.
+    """
+
+    command: str | None = None
+    port: int | None = None
+    url: str | None = None
+    timeout_s: float = 300.0
+
+
+class ImageConfig(msgspec.Struct, kw_only=True, frozen=True):
+    """What an image says of how to run it."""
+
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    workdir: str | None = None
+    user: str | None = None
+    exposed_ports: tuple[str, ...] = ()
+    stop_signal: str | None = None
+    labels: dict[str, str] = {}
+
+
+class ImageInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """An image that the server has.
+
+    Attributes:
+        digest: ``sha256:...`` of its layers and configuration.
+        names: What means it now.
+        layers: Digests (hex) of its layers, the lowest first.
+        size_bytes: Of its layers on disk; other images may share them.
+        source: Digest of the OCI manifest that it was pulled as; None: made on the server.
+    """
+
+    digest: str
+    names: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    size_bytes: int = 0
+    config: ImageConfig = ImageConfig()
+    source: str | None = None
+    created_at: datetime | None = None
+    last_used_at: datetime | None = None
+
+
 class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
     """A sandbox as the server describes it.
 
@@ -82,6 +132,7 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
         pause_mode: What a pause by time-out keeps: ``full`` or ``filesystem``.
         paused_mode: While it is paused: what was kept.
         snapshot_id: The snapshot it was created from, if any.
+        image: Digest or name of the image that it stands on.
         auto_resume: Whether a request to it resumes it while it is paused.
         fault: Whose fault an unasked end was: user, platform or capacity.
         env: None in lists.
@@ -117,6 +168,7 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
     paused_mode: str | None = None
     auto_resume: bool = False
     snapshot_id: str | None = None
+    image: str | None = None
     accelerator: str = "none"
     vmm: str | None = None
     network: NetworkPolicy | None = None

@@ -18,6 +18,7 @@ from opendsec_server.contract.node import NodeClient
 from opendsec_server.store.records import SandboxExtra
 
 from .iam import Caller
+from .image_names import is_own_name, own_name
 from .params import CreateParams
 from .snapshots import Origin, Snapshots
 from .templates import Templates, parse_reference
@@ -47,7 +48,7 @@ class Origins:
         asked = params.extra
         _check(params)
         if asked.image is not None:
-            image = await self._image(asked.image)
+            image = await self._image(caller, asked.image)
             parts = [image.digest, *[await self._part(caller, text) for text in asked.layers]]
             if len(parts) > 1:
                 image = await self._node.images.compose(parts)
@@ -70,8 +71,12 @@ class Origins:
                 origin, image=image.digest, env={**origin.env, **image.config.env}
             )
 
-    async def _image(self, reference: str) -> ImageInfo:
+    async def _image(self, caller: Caller, reference: str) -> ImageInfo:
         """An image that is here is enough: whoever wants to know of a moved tag pulls it."""
+        if is_own_name(reference):
+            raise InvalidRequest(f"image: `{reference[:64]}` is not a reference of an image")
+        with contextlib.suppress(InvalidRequest, ImageNotFound):
+            return await self._node.images.get(own_name(caller.project_id, reference))
         try:
             return await self._node.images.get(reference)
         except ImageNotFound:
@@ -85,7 +90,7 @@ class Origins:
             if await self._templates.find(caller, parse_reference(text)) is not None:
                 async with self._snapshots.using(caller, text) as origin:
                     return origin.image
-        return (await self._image(text)).digest
+        return (await self._image(caller, text)).digest
 
     async def _with_environment(self, origin: Origin) -> Origin:
         """A snapshot's image has an environment, too."""

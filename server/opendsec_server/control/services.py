@@ -20,6 +20,7 @@ from .ledger import Ledger
 from .lifecycle import Lifecycle
 from .metrics import ControlMetrics
 from .origins import Origins
+from .packing import Packing
 from .routes import Routes
 from .saving import Saving
 from .snapshots import Snapshots
@@ -94,6 +95,7 @@ class Services:
             backends=self.backends,
             metrics=self.metrics,
         )
+        self.packing = Packing(node, self.lifecycle, self.metrics)
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(
             store=store,
@@ -148,6 +150,7 @@ class Services:
         self.invalidations.close()
         await self.builds.stop()
         await self.saving.stop()
+        await self.packing.stop()
         await self.lifecycle.stop()
         await self.creates.stop()
         await self.snapshots.stop()

@@ -17,11 +17,13 @@ from opendsec import _limits, _settings
 from opendsec._answers import from_native
 from opendsec._errors import InvalidRequest, OpendsecError, SandboxNotFound
 from opendsec._models import (
+    ImageInfo,
     MetricSample,
     NetworkPolicy,
     OnTimeout,
     PauseReport,
     Project,
+    ReadyCheck,
     SandboxInfo,
     ServerInfo,
     Snapshot,
@@ -152,6 +154,10 @@ class AsyncClient:
         network: NetworkPolicy | None = None,
         backend: str | None = None,
         vm: VmOptions | None = None,
+        image: str | None = None,
+        layers: Sequence[str] = (),
+        start_image: bool = False,
+        ready: ReadyCheck | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
         """Create a sandbox and return when it can run commands.
@@ -177,12 +183,20 @@ class AsyncClient:
             network: None: open internet, closed private networks.
             backend: ``container`` or another the server offers. None: the server's default.
             vm: More of a full virtual machine; only with a disk image as the template.
+            image: Instead of a template: reference of an image (``python:3.12-slim``), digest of
+                one that the server has, or name of a packed one. It is pulled unless the server
+                has it. Its ENV (below ``env``), WORKDIR and USER apply.
+            layers: Images or templates put on top, in this order: where files meet, the last wins.
+            start_image: Start the image's own program (ENTRYPOINT and CMD) as well.
+            ready: With ``start_image``: when that program counts as up. None: as soon as it runs.
             idempotency_key: 1 to 255 of ``[A-Za-z0-9._:-]``. None: a new one per call. Give your
                 own to have retries across restarts of your program find the same sandbox.
 
         Raises:
             InvalidRequest: a value is malformed or out of range.
             TemplateNotFound, SnapshotNotFound: there is no such template or snapshot.
+            ImageNotFound, RegistryDenied, RegistryLimited, RegistryUnavailable, ImageDamaged: the
+                image cannot be had.
             NotSupported: the server has no such backend, or it cannot do what was asked.
             SnapshotDamaged, SnapshotIncompatible: the snapshot cannot be used.
             IdempotencyMismatch: the key was used before with other arguments.
@@ -206,6 +220,10 @@ class AsyncClient:
             "network": network,
             "backend": backend,
             "vm": vm,
+            "image": image,
+            "layers": list(layers) or None,
+            "start_image": start_image or None,
+            "ready": ready,
         }
         record = await self._transport.api(
             "POST",
@@ -392,6 +410,26 @@ class AsyncClient:
             body=body,
             headers={"Idempotency-Key": idempotency_key or uuid.uuid4().hex},
             timeout_s=_limits.STATE_TIMEOUT_S,
+        )
+
+    async def pack(
+        self,
+        sandbox_id: str,
+        *,
+        name: str | None = None,
+        squash: bool = False,
+        scrub: bool = True,
+    ) -> ImageInfo:
+        """Make an image of a sandbox's changes; see ``AsyncSandbox.pack``."""
+        body: dict[str, Any] = {"squash": squash, "scrub": scrub}
+        if name is not None:
+            body["name"] = name
+        return await self._transport.api(
+            "POST",
+            f"{_path(sandbox_id)}/pack",
+            ImageInfo,
+            body=body,
+            timeout_s=_limits.PACK_TIMEOUT_S,
         )
 
     async def set_timeout(self, sandbox_id: str, timeout_s: float) -> SandboxInfo:

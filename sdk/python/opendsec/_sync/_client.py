@@ -19,11 +19,13 @@ from opendsec import _limits, _settings
 from opendsec._answers import from_native
 from opendsec._errors import InvalidRequest, OpendsecError, SandboxNotFound
 from opendsec._models import (
+    ImageInfo,
     MetricSample,
     NetworkPolicy,
     OnTimeout,
     PauseReport,
     Project,
+    ReadyCheck,
     SandboxInfo,
     ServerInfo,
     Snapshot,
@@ -154,6 +156,10 @@ class Client:
         network: NetworkPolicy | None = None,
         backend: str | None = None,
         vm: VmOptions | None = None,
+        image: str | None = None,
+        layers: Sequence[str] = (),
+        start_image: bool = False,
+        ready: ReadyCheck | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
         """Create a sandbox and return when it can run commands.
@@ -179,12 +185,20 @@ class Client:
             network: None: open internet, closed private networks.
             backend: ``container`` or another the server offers. None: the server's default.
             vm: More of a full virtual machine; only with a disk image as the template.
+            image: Instead of a template: reference of an image (``python:3.12-slim``), digest of
+                one that the server has, or name of a packed one. It is pulled unless the server
+                has it. Its ENV (below ``env``), WORKDIR and USER apply.
+            layers: Images or templates put on top, in this order: where files meet, the last wins.
+            start_image: Start the image's own program (ENTRYPOINT and CMD) as well.
+            ready: With ``start_image``: when that program counts as up. None: as soon as it runs.
             idempotency_key: 1 to 255 of ``[A-Za-z0-9._:-]``. None: a new one per call. Give your
                 own to have retries across restarts of your program find the same sandbox.
 
         Raises:
             InvalidRequest: a value is malformed or out of range.
             TemplateNotFound, SnapshotNotFound: there is no such template or snapshot.
+            ImageNotFound, RegistryDenied, RegistryLimited, RegistryUnavailable, ImageDamaged: the
+                image cannot be had.
             NotSupported: the server has no such backend, or it cannot do what was asked.
             SnapshotDamaged, SnapshotIncompatible: the snapshot cannot be used.
             IdempotencyMismatch: the key was used before with other arguments.
@@ -208,6 +222,10 @@ class Client:
             "network": network,
             "backend": backend,
             "vm": vm,
+            "image": image,
+            "layers": list(layers) or None,
+            "start_image": start_image or None,
+            "ready": ready,
         }
         record = self._transport.api(
             "POST",
@@ -394,6 +412,26 @@ class Client:
             body=body,
             headers={"Idempotency-Key": idempotency_key or uuid.uuid4().hex},
             timeout_s=_limits.STATE_TIMEOUT_S,
+        )
+
+    def pack(
+        self,
+        sandbox_id: str,
+        *,
+        name: str | None = None,
+        squash: bool = False,
+        scrub: bool = True,
+    ) -> ImageInfo:
+        """Make an image of a sandbox's changes; see ``Sandbox.pack``."""
+        body: dict[str, Any] = {"squash": squash, "scrub": scrub}
+        if name is not None:
+            body["name"] = name
+        return self._transport.api(
+            "POST",
+            f"{_path(sandbox_id)}/pack",
+            ImageInfo,
+            body=body,
+            timeout_s=_limits.PACK_TIMEOUT_S,
         )
 
     def set_timeout(self, sandbox_id: str, timeout_s: float) -> SandboxInfo:

@@ -24,11 +24,13 @@ from opendsec._errors import (
 )
 from opendsec._models import (
     CommandResult,
+    ImageInfo,
     MetricSample,
     NetworkPolicy,
     OnTimeout,
     PauseReport,
     ProcessInfo,
+    ReadyCheck,
     SandboxInfo,
     Snapshot,
     StateMode,
@@ -90,6 +92,10 @@ class Sandbox:
         network: NetworkPolicy | None = None,
         backend: str | None = None,
         vm: VmOptions | None = None,
+        image: str | None = None,
+        layers: Sequence[str] = (),
+        start_image: bool = False,
+        ready: ReadyCheck | None = None,
         idempotency_key: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
@@ -120,6 +126,10 @@ class Sandbox:
                 network=network,
                 backend=backend,
                 vm=vm,
+                image=image,
+                layers=layers,
+                start_image=start_image,
+                ready=ready,
                 idempotency_key=idempotency_key,
             )
         except BaseException:
@@ -347,6 +357,29 @@ class Sandbox:
         return self._client.snapshot(
             self.sandbox_id, name=name, mode=mode, idempotency_key=idempotency_key
         )
+
+    def pack(
+        self, name: str | None = None, *, squash: bool = False, scrub: bool = True
+    ) -> ImageInfo:
+        """Make an image of its changes and what it stands on; it goes on itself.
+
+        Sandboxes are created from it by ``client.create(image=...)``. Memory is not in it: that is
+        what snapshots are for.
+
+        Args:
+            name: ``name`` or ``name:tag``, to create by. None: it has only a digest.
+            squash: One layer of everything, instead of one on top.
+            scrub: Leave out shell histories, host name and addresses, and the like.
+
+        Raises:
+            InvalidRequest: not a name.
+            SandboxNotFound: it has ended.
+            StateConflict: it is starting, resuming or ending.
+            NotSupported: its backend has no layers.
+            SnapshotFailed: it could not be saved; it goes on, and nothing is left behind.
+            NodeFull: there is no room on the disk.
+        """
+        return self._client.pack(self.sandbox_id, name=name, squash=squash, scrub=scrub)
 
     def kill(self) -> bool:
         """End it. Returns when nothing of it runs; False if the server knows it no more."""

@@ -157,6 +157,25 @@ def _creation_options(p: argparse.ArgumentParser, *, timeout_s: int) -> None:
     source.add_argument(
         "--from-snapshot", metavar="SNAPSHOT", help="start from a snapshot, by its id or name"
     )
+    source.add_argument(
+        "--image", metavar="IMAGE", help="start from an image, such as python:3.12-slim"
+    )
+    p.add_argument(
+        "--layer",
+        action="append",
+        default=[],
+        metavar="IMAGE",
+        help="image or template to put on top; may be repeated, the last wins",
+    )
+    p.add_argument(
+        "--start-image", action="store_true", help="start the image's own program as well"
+    )
+    p.add_argument(
+        "--ready",
+        type=_ready,
+        metavar="PORT|URL|COMMAND",
+        help="with --start-image: wait until something listens, answers, or succeeds",
+    )
     p.add_argument(
         "--timeout",
         type=_seconds,
@@ -358,6 +377,21 @@ def _add_state(commands: Any) -> None:
         "--idempotency-key", metavar="KEY", help="a second fork finds the first's copies"
     )
     p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
+    p = _command(
+        commands,
+        "pack",
+        "_state:pack",
+        "make an image of a sandbox's changes and print its digest",
+        example="  opendsec pack ID --name workspace:v2\n  opendsec create --image workspace:v2",
+    )
+    p.add_argument("--name", metavar="NAME[:TAG]", help="a name to create from")
+    p.add_argument("--squash", action="store_true", help="one layer of everything")
+    p.add_argument(
+        "--no-scrub",
+        action="store_true",
+        help="keep shell histories, host name and the like",
+    )
+    p.add_argument("sandbox", metavar="ID", help=SANDBOX_HELP)
     _add_snapshot(commands)
 
 
@@ -447,6 +481,12 @@ def _pair(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return name, value
+
+
+def _ready(text: str) -> dict[str, Any]:
+    if text.isdigit():
+        return {"port": int(text)}
+    return {"url" if text.startswith(("http://", "https://")) else "command": text}
 
 
 def _env_pair(text: str) -> tuple[str, str]:

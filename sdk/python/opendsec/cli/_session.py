@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from opendsec import Client, InvalidRequest, NetworkPolicy, Sandbox, VmOptions
+from opendsec import Client, InvalidRequest, NetworkPolicy, ReadyCheck, Sandbox, VmOptions
 from opendsec._sync._connect import gone
 
 from ._output import note, waiting
@@ -88,5 +88,9 @@ def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "network": network,
         "backend": args.backend,
         "vm": vm,
+        "image": args.image,
+        "layers": args.layer,
+        "start_image": args.start_image,
+        "ready": None if args.ready is None else ReadyCheck(**args.ready),
         "idempotency_key": args.idempotency_key,
     }

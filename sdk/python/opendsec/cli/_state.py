@@ -38,6 +38,20 @@ def resume(args: argparse.Namespace) -> int:
     return _exit.OK
 
 
+def pack(args: argparse.Namespace) -> int:
+    """Make an image of a sandbox's changes."""
+    with client_of(args) as client, waiting("Packing..."):
+        image = client.pack(
+            args.sandbox, name=args.name, squash=args.squash, scrub=not args.no_scrub
+        )
+    if args.json:
+        print_json(image)
+    else:
+        print(image.digest)
+        note(f"{len(image.layers)} layers, {size(image.size_bytes)} on the server's disk.")
+    return _exit.OK
+
+
 def fork(args: argparse.Namespace) -> int:
     """Fork a sandbox; the exit code is that of the worst child."""
     with client_of(args) as client, waiting("Forking..."):

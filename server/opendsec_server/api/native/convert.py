@@ -6,6 +6,7 @@ from __future__ import annotations
 from opendsec_server.api.http import rfc3339
 from opendsec_server.api.protocol import ENVD_VERSION
 from opendsec_server.contract.errors import OpendsecError
+from opendsec_server.contract.images import ImageInfo, ReadyCheck
 from opendsec_server.contract.node import (
     MetricSample,
     NetworkPolicy,
@@ -41,7 +42,44 @@ def params_of(body: schemas.CreateSandbox) -> CreateParams:
         pause_mode=body.pause_mode,
         auto_resume=body.auto_resume,
         network=policy_of(body.network),
-        extra=records.SandboxExtra(vm=None if body.vm is None else vm_of(body.vm)),
+        extra=records.SandboxExtra(
+            vm=None if body.vm is None else vm_of(body.vm),
+            image=body.image,
+            layers=tuple(body.layers),
+            start_image=body.start_image,
+            ready=None if body.ready is None else ready_of(body.ready),
+        ),
+    )
+
+
+def ready_of(ready: schemas.Ready) -> ReadyCheck:
+    """The readiness check that a body describes."""
+    return ReadyCheck(
+        command=ready.command, port=ready.port, url=ready.url, timeout_s=ready.timeout_s
+    )
+
+
+def image_of(image: ImageInfo) -> schemas.Image:
+    """An image as it is shown."""
+    config = image.config
+    return schemas.Image(
+        digest=image.digest,
+        names=list(image.names),
+        layers=list(image.layers),
+        size_bytes=image.size_bytes,
+        config=schemas.ImageConfig(
+            entrypoint=list(config.entrypoint),
+            cmd=list(config.cmd),
+            env=config.env,
+            workdir=config.workdir,
+            user=config.user,
+            exposed_ports=list(config.exposed_ports),
+            stop_signal=config.stop_signal,
+            labels=config.labels,
+        ),
+        source=image.source,
+        created_at=rfc3339(image.created_at),
+        last_used_at=rfc3339(image.last_used_at),
     )
 
 
@@ -109,6 +147,7 @@ def sandbox_of(
         domain=services.config.domain,
         envd_version=ENVD_VERSION,
         node_id=record.node_id,
+        image=record.image,
         env=record.env if env else None,
         access_token=services.mint.access(record.sandbox_id) if tokens else None,
         traffic_token=services.mint.traffic(record.sandbox_id) if tokens else None,
@@ -200,19 +239,6 @@ def transition_of(transition: records.Transition) -> schemas.Transition:
         reason=transition.reason,
         message=transition.message,
         cause=transition.cause,
-    )
-
-
-def template_of(template: records.Template) -> schemas.Template:
-    """A template as it is shown."""
-    return schemas.Template(
-        template_id=template.template_id,
-        name=template.name,
-        cpu=template.cpu,
-        memory_mb=template.memory_mb,
-        disk_mb=template.disk_mb,
-        created_at=rfc3339(template.created_at),
-        public=template.public,
     )
 
 

@@ -26,12 +26,17 @@ from opendsec_server.contract.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
     IdempotencyOutcomeUnknown,
+    ImageDamaged,
+    ImageNotFound,
     InvalidRequest,
     NodeFull,
     NodeUnavailable,
     NotSupported,
     PayloadTooLarge,
     QuotaExceeded,
+    RegistryDenied,
+    RegistryLimited,
+    RegistryUnavailable,
     ResumeFailed,
     SandboxNotFound,
     SandboxStartFailed,
@@ -58,6 +63,14 @@ _connect = msgspec.json.Decoder(schemas.Connect)
 _timeout = msgspec.json.Decoder(schemas.SetTimeout)
 _network = msgspec.json.Decoder(schemas.Network)
 BODY = (InvalidRequest, PayloadTooLarge)
+PULLING = (
+    ImageNotFound,
+    RegistryDenied,
+    RegistryLimited,
+    RegistryUnavailable,
+    ImageDamaged,
+)
+"""Why an image cannot be had."""
 RESUMING = (
     QuotaExceeded,
     NodeFull,
@@ -96,6 +109,7 @@ KEY = Parameter(
             errors=(
                 *BODY,
                 TemplateNotFound,
+                *PULLING,
                 SnapshotNotFound,
                 SnapshotDamaged,
                 SnapshotIncompatible,

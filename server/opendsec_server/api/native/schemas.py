@@ -156,6 +156,29 @@ class Vm(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = []
 
 
+ImageReference = Annotated[str, Meta(min_length=1, max_length=limits.IMAGE_REFERENCE_CHARS_MAX)]
+
+
+class Ready(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """When a program counts as up. One of the first three, or none: as soon as it runs."""
+
+    command: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=limits.BUILD_ARG_CHARS_MAX)] | None,
+        Meta(description="Repeated by a shell of the image until it exits with 0."),
+    ] = None
+    port: Annotated[
+        Annotated[int, Meta(ge=1, le=65_535)] | None, Meta(description="Something listens there.")
+    ] = None
+    url: Annotated[
+        str | None,
+        Meta(
+            description="Answers with a status below 400, inside the sandbox.",
+            examples=["http://localhost:8000/health"],
+        ),
+    ] = None
+    timeout_s: Annotated[float, Meta(gt=0, le=3_600)] = 300.0
+
+
 class CreateSandbox(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A sandbox to make. Every field has a default."""
 
@@ -167,6 +190,29 @@ class CreateSandbox(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
             examples=["base"],
         ),
     ] = "base"
+    image: Annotated[
+        ImageReference | None,
+        Meta(
+            description="Instead of a template: reference of an image (`python:3.12-slim`, "
+            "`host:5000/name:tag`, `name@sha256:…`), digest of one that is here, or name of a "
+            "packed one. It is pulled unless it is here; a moved tag is seen after "
+            "`POST /v1/images/pull`. Its ENV, WORKDIR and USER apply.",
+            examples=["python:3.12-slim"],
+        ),
+    ] = None
+    layers: Annotated[
+        Annotated[list[ImageReference], Meta(max_length=limits.CREATE_LAYERS_MAX)],
+        Meta(
+            description="Images, by reference or digest, or templates, put on top of the image or "
+            "template in this order: where files meet, the last wins."
+        ),
+    ] = []
+    start_image: Annotated[
+        bool, Meta(description="Start the image's own program (ENTRYPOINT and CMD) as well.")
+    ] = False
+    ready: Annotated[
+        Ready | None, Meta(description="With `start_image`: when its program counts as up.")
+    ] = None
     cpu: Cpu | None = None
     memory_mb: MemoryMb | None = None
     disk_mb: DiskMb | None = None
@@ -282,6 +328,60 @@ class CreateSnapshot(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     mode: Saved = "full"
 
 
+class Pack(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How a sandbox's changes become an image."""
+
+    name: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARS_MAX)] | None,
+        Meta(
+            description="`name` or `name:tag` in the project, to create from by `image`. An older "
+            "image of that name loses it, and keeps its digest.",
+            examples=["workspace:v2"],
+        ),
+    ] = None
+    squash: Annotated[bool, Meta(description="One layer of everything, instead of one on top.")] = (
+        False
+    )
+    scrub: Annotated[
+        bool,
+        Meta(
+            description="Leave out shell histories, the host's name and addresses, and other "
+            "things that belong to the one sandbox."
+        ),
+    ] = True
+
+
+class ImageConfig(Struct, kw_only=True, frozen=True):
+    """What an image says of how to run it."""
+
+    entrypoint: list[str]
+    cmd: list[str]
+    env: StringMap
+    workdir: str | None
+    user: Annotated[str | None, Meta(description="Null: root.")]
+    exposed_ports: list[str]
+    stop_signal: Annotated[str | None, Meta(description="Told; it is not used.")]
+    labels: StringMap
+
+
+class Image(Struct, kw_only=True, frozen=True):
+    """An image on the node."""
+
+    digest: Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")]
+    names: Annotated[list[str], Meta(description="What means it now.")]
+    layers: Annotated[list[str], Meta(description="Digests (hex), the lowest first.")]
+    size_bytes: Annotated[
+        int, Meta(description="Of its layers on disk; other images may share them.")
+    ]
+    config: ImageConfig
+    source: Annotated[
+        str | None,
+        Meta(description="Digest of the OCI manifest that it was pulled as. Null: made here."),
+    ]
+    created_at: Time
+    last_used_at: Time
+
+
 class CreateKey(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """An API key to make."""
 
@@ -337,6 +437,9 @@ class Sandbox(Struct, kw_only=True, frozen=True, omit_defaults=True):
     ]
     envd_version: Annotated[str, Meta(description="Version of the data plane's protocol.")]
     node_id: str
+    image: Annotated[
+        str | None, Meta(description="Digest or name of the image that it stands on.")
+    ] = None
     env: Annotated[StringMap | None, Meta(description="Not in lists.")] = None
     access_token: Annotated[
         str | None,
@@ -463,24 +566,6 @@ class Transitions(Struct, kw_only=True, frozen=True):
     """The last 100 changes, oldest first."""
 
     transitions: list[Transition]
-
-
-class Template(Struct, kw_only=True, frozen=True):
-    """A named image with defaults."""
-
-    template_id: str
-    name: str
-    cpu: float
-    memory_mb: int
-    disk_mb: int
-    created_at: Time
-    public: bool
-
-
-class TemplateList(Struct, kw_only=True, frozen=True):
-    """Every template that the caller may use."""
-
-    templates: list[Template]
 
 
 class Info(Struct, kw_only=True, frozen=True):

@@ -41,7 +41,7 @@ from opendsec_server.control.templates import Reference, parse_reference
 from opendsec_server.store.snapshots import SnapshotFilter
 
 from . import schemas
-from .convert import fork_item_of, paused_of, sandbox_of, snapshot_of
+from .convert import fork_item_of, image_of, paused_of, sandbox_of, snapshot_of
 from .documented import Operation, Parameter, documented
 from .sandboxes import BODY, KEY, RESUMING
 
@@ -60,6 +60,7 @@ _SAVING = (
 _pause = msgspec.json.Decoder(schemas.Pause)
 _resume = msgspec.json.Decoder(schemas.Resume)
 _fork = msgspec.json.Decoder(schemas.Fork)
+_pack = msgspec.json.Decoder(schemas.Pack)
 _snapshot = msgspec.json.Decoder(schemas.CreateSnapshot)
 
 
@@ -198,6 +199,43 @@ async def create_snapshot(request: Request, sandbox_id: FromPath[str]) -> Respon
     return answer(snapshot_of(saved.snapshot), 201, _replayed(saved.replayed))
 
 
+@post(
+    "/sandboxes/{sandbox_id:str}/pack",
+    opt=documented(
+        Operation(
+            tag="sandboxes",
+            summary="Pack a sandbox",
+            description="Its changes become a layer, and an image of it on top of its own image's. "
+            "It stands still for a moment only, and goes on; a paused one stays paused.",
+            request=schemas.Pack,
+            request_required=False,
+            response=schemas.Image,
+            response_description="The image is there.",
+            status=201,
+            errors=(
+                *BODY,
+                SandboxNotFound,
+                StateConflict,
+                NotSupported,
+                NodeFull,
+                SnapshotFailed,
+                NodeUnavailable,
+            ),
+        )
+    ),
+)
+async def pack_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
+    body = await read_json(request, _pack, empty=b"{}")
+    image = await services_of(request).packing.pack(
+        caller_of(request),
+        segment(sandbox_id),
+        name=body.name,
+        squash=body.squash,
+        scrub=body.scrub,
+    )
+    return answer(image_of(image), 201)
+
+
 @get(
     "/snapshots",
     opt=documented(
@@ -292,6 +330,7 @@ HANDLERS = [
     resume_sandbox,
     fork_sandbox,
     create_snapshot,
+    pack_sandbox,
     list_snapshots,
     get_snapshot,
     delete_snapshot,
