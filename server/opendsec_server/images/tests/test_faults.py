@@ -307,12 +307,13 @@ def test_layer_that_is_no_archive(world: World, registry: Registry, tmp_path: Pa
 def test_layer_that_swells(world: World, registry: Registry, tmp_path: Path) -> None:
     make_layout(tmp_path / "l", [tar_of([Entry("zeros", bytes(64 << 20))])])
     reference = registry.push(tmp_path / "l", "bomb:1")
-    with pytest.raises(NodeFull, match="image_size_max_mb|limit|larger"):
+    with pytest.raises(NodeFull, match="limit"):
         asyncio.run(world.images(image_size_max_mb=16).pull(reference))
     assert_nothing_visible(world)
     assert asyncio.run(world.images(image_size_max_mb=100).pull(reference)).layers
 
 
+@pytest.mark.timeout(300)
 def test_two_hundred_thousand_files(world: World, registry: Registry, tmp_path: Path) -> None:
     entries = [Entry(f"d/{number:06}") for number in range(200_000)]
     make_layout(tmp_path / "l", [tar_of(entries)])
