@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.lab.image import ENDS_WITH_US
+
 CACHE = Path("/var/tmp/opendsec-lab")
 MODULES = (
     "virtio_pci",
@@ -216,6 +218,7 @@ def run_in_lab(
         with disk.open("wb") as out:
             out.truncate(DISK_MB * 1024 * 1024)
         argv = [
+            *ENDS_WITH_US,
             *("qemu-system-x86_64", "-M", "q35", "-accel", "tcg,thread=multi"),
             *("-cpu", "max", "-smp", str(cpus), "-m", str(memory_mb)),
             *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CACHE = Path("/var/tmp/opendsec-lab")
+ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+"""Before a machine's command line: it ends however the program that started it does."""
 REPOSITORY = Path(__file__).parents[2]
 RELEASE = "trixie"
 DISK_MB = 24_576

@@ -17,7 +17,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.lab.image import REPOSITORY, VENV, Image, ImageError, ensure_image, missing_programs
+from tests.lab.image import (
+    ENDS_WITH_US,
+    REPOSITORY,
+    VENV,
+    Image,
+    ImageError,
+    ensure_image,
+    missing_programs,
+)
 
 QEMU = "qemu-system-x86_64"
 BOOT_TIMEOUT_S = 240.0
@@ -184,6 +192,7 @@ def _vmm_program(name: str, variable: str) -> Path | None:
 
 def _qemu_argv(lab: Path, image: Image, options: Options) -> list[str]:
     argv = [
+        *ENDS_WITH_US,
         *(QEMU, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "max,+svm,+npt"),
         *("-smp", str(options.cpus), "-m", str(options.memory_mb)),
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
