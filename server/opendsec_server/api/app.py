@@ -10,11 +10,11 @@ from litestar.types import ASGIApp
 from opendsec_server.contract.limits import API_BODY_BYTES_MAX
 from opendsec_server.control.services import Services
 
-from . import ops
+from . import ops, uploads
 from .auth import require_key
 from .e2b import handlers as e2b
 from .errors import handle_error
-from .native import account, consoles, sandboxes, states
+from .native import account, builds, consoles, sandboxes, states, templates
 from .native.openapi import document_handler
 from .observe import Observed
 
@@ -27,12 +27,15 @@ def build_api_app(services: Services) -> ASGIApp:
         *sandboxes.HANDLERS,
         *states.HANDLERS,
         *consoles.HANDLERS,
+        *templates.HANDLERS,
+        *builds.HANDLERS,
         *account.HANDLERS,
     ]
     app = Litestar(
         [
             *ops.HANDLERS,
             *e2b.OPEN_HANDLERS,
+            *uploads.HANDLERS,
             document_handler(native, NATIVE_PREFIX),
             Router(NATIVE_PREFIX, route_handlers=native, guards=[require_key]),
             Router("/", route_handlers=e2b.HANDLERS, guards=[require_key]),

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import hmac
-import time
-from urllib.parse import quote, urlencode
-
 import msgspec
-from litestar import Response, get, post, put
+from litestar import Response, get, post
 from litestar.params import FromPath
 
 from opendsec_server.api.http import (
@@ -16,14 +12,13 @@ from opendsec_server.api.http import (
     Request,
     answer,
     caller_of,
-    no_content,
     read_json,
     segment,
     services_of,
 )
-from opendsec_server.contract.errors import InvalidRequest, Unauthenticated
+from opendsec_server.api.uploads import upload_url
+from opendsec_server.contract.errors import InvalidRequest
 from opendsec_server.control.builds.logs import LEVELS, Level, LogEntry, at_least
-from opendsec_server.control.builds.uploads import URL_VALID_S
 from opendsec_server.store.records import TemplateBuild
 
 from . import template_convert as convert
@@ -63,52 +58,8 @@ async def upload_address(
     await services.templates.own(caller, segment(template_id))
     name = segment(files_hash)
     present = services.builds.uploads.present(caller.project_id, name)
-    expires = str(int(time.time()) + URL_VALID_S)
-    query = urlencode(
-        {
-            "project": caller.project_id,
-            "expires": expires,
-            "signature": services.mint.upload(caller.project_id, name, expires),
-        }
-    )
-    path = f"/templates/{quote(segment(template_id), safe='')}/files/{name}/content"
-    return answer(
-        schemas.FileUpload(present=present, url=f"{_base_url(request)}{path}?{query}"), 201
-    )
-
-
-def _base_url(request: Request) -> str:
-    """As the caller reached us: what it can reach again."""
-    proto = request.headers.get("x-forwarded-proto", "http").partition(",")[0].strip()
-    host = request.headers.get("x-forwarded-host") or request.headers.get("host") or ""
-    return f"{'https' if proto == 'https' else 'http'}://{host.partition(',')[0].strip()}"
-
-
-@put("/templates/{template_id:str}/files/{files_hash:str}/content", request_max_body_size=None)
-async def upload(
-    request: Request, template_id: FromPath[str], files_hash: FromPath[str]
-) -> Response[None]:
-    """Takes an archive. The address is signed, so that no key is needed."""
-    services, query = services_of(request), Query(request)
-    name, project_id = segment(files_hash), query.text("project") or ""
-    expires, signature = query.text("expires") or "", query.text("signature") or ""
-    expected = services.mint.upload(project_id, name, expires)
-    if not hmac.compare_digest(signature.encode(), expected.encode()):
-        raise Unauthenticated("the address to send files to is not valid")
-    if not expires.isdigit() or int(expires) < time.time():
-        raise Unauthenticated(
-            "the address to send files to has expired", remediation="Ask for a new one."
-        )
-    length = request.headers.get("content-length")
-    if length is not None and not length.isdigit():
-        raise InvalidRequest("Content-Length: not a number")
-    await services.builds.uploads.receive(
-        project_id,
-        name,
-        request.stream(),
-        length_bytes=None if length is None else int(length),
-    )
-    return no_content()
+    url = upload_url(request, caller.project_id, segment(template_id), name)
+    return answer(schemas.FileUpload(present=present, url=url), 201)
 
 
 @post("/v2/templates/{template_id:str}/builds/{build_id:str}")
@@ -176,4 +127,3 @@ async def _build(request: Request, template_id: str, build_id: str) -> TemplateB
 
 
 HANDLERS = [request_build, upload_address, start_build, build_status, build_logs]
-OPEN_HANDLERS = [upload]

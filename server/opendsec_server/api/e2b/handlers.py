@@ -16,7 +16,7 @@ async def health(request: Request) -> Response[None]:
     return no_content()
 
 
-OPEN_HANDLERS = [health, *builds.OPEN_HANDLERS]
+OPEN_HANDLERS = [health]
 HANDLERS = [
     *sandboxes.HANDLERS,
     *states.HANDLERS,

@@ -28,7 +28,7 @@ from opendsec_server.contract.errors import (
 )
 
 from . import schemas
-from .convert import key_of, template_of
+from .convert import key_of
 from .documented import Operation, documented
 
 FEATURES = {
@@ -38,23 +38,12 @@ FEATURES = {
     "pause": True,
     "fork": True,
     "snapshots": True,
-    "template_builds": False,
+    "template_builds": True,
     "volumes": False,
     "secrets": False,
 }
 
 _create_key = msgspec.json.Decoder(schemas.CreateKey)
-
-
-@get(
-    "/templates",
-    opt=documented(
-        Operation(tag="templates", summary="List templates", response=schemas.TemplateList)
-    ),
-)
-async def list_templates(request: Request) -> Response[bytes]:
-    templates = await services_of(request).templates.visible(caller_of(request))
-    return answer(schemas.TemplateList(templates=[template_of(t) for t in templates]))
 
 
 @get(
@@ -149,4 +138,4 @@ async def delete_key(request: Request, key_id: FromPath[str]) -> Response[None]:
     return no_content()
 
 
-HANDLERS = [list_templates, get_info, get_project, list_keys, create_key, delete_key]
+HANDLERS = [get_info, get_project, list_keys, create_key, delete_key]

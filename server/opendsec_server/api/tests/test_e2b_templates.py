@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -186,7 +187,7 @@ async def test_files_are_sent_to_a_signed_address(plane: Plane, http: httpx.Asyn
         ):  # fmt: skip
             assert (await anyone.put(wrong, content=b"x")).status_code == 401, wrong
 
-        async def chunks():  # type: ignore[no-untyped-def]
+        async def chunks() -> AsyncIterator[bytes]:
             for _ in range(100):
                 yield b"x" * 100_000
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fnmatch
 import io
 import posixpath
 import tarfile
@@ -34,6 +33,7 @@ from opendsec_server.store import templates as store_templates
 from opendsec_server.store.records import TemplateBuild
 from opendsec_server.store.store import Store
 
+from .archives import WILDCARDS, Manifest, read_manifest
 from .logs import BuildLog
 from .plan import BuildPlan, BuildStep, Stage, mode_of
 from .sandboxes import Builders, Sizes
@@ -47,6 +47,7 @@ from .shape import (
     key_of,
     prepare_argv,
     start_of,
+    words_of,
 )
 from .uploads import Uploads, private_file
 
@@ -54,8 +55,6 @@ BASE = "base"
 FINALIZE = "finalize"
 """E2B's names of what comes before the first step and after the last."""
 READY_POLL_S = 0.5
-_MEMBERS_MAX = 1_000_000
-_WILDCARDS = frozenset("*?[")
 
 
 class StepLocks:
@@ -134,6 +133,7 @@ class Runner:
             end_at=end_at,
         )
         self._stages: dict[str, Shape] = {}
+        self._manifests: dict[Path, Manifest] = {}
         self.step = BASE
         self.images: set[str] = set()
         """Digests that must not be removed while it runs."""
@@ -258,7 +258,8 @@ class Runner:
         return await self._copy(shape, step, title, forced)
 
     async def _copy(self, shape: Shape, step: BuildStep, title: str, forced: bool) -> Shape:
-        source = posixpath.normpath(step.args[0].lstrip("/") or ".")
+        step = msgspec.structs.replace(step, args=words_of(shape, step, e2b=self._e2b))
+        sources = [_relative(source) for source in (step.args[0], *step.more_sources)]
         target = absolute(shape, step.args[1])
         default_owner = shape.user if self._e2b else "root"
         owner = (step.args[2] if len(step.args) > 2 else "") or default_owner
@@ -268,51 +269,65 @@ class Runner:
             inputs = other.image
 
             async def copy(sandbox_id: str) -> None:
-                await self._copy_from_stage(sandbox_id, other, source, target, owner, mode)
+                await self._copy_from_stage(sandbox_id, other, sources, target, owner, mode)
         else:
             assert step.files_hash is not None
-            project_id, files_hash = self._build.project_id, step.files_hash
-            if not self._tools.uploads.present(project_id, files_hash):
-                raise BuildFailed(
-                    f"the files of `{step.args[0][:200]}` were not sent",
-                    remediation="Send the archive to the address that the server gives for it, "
-                    "then build again.",
-                )
-            archive = self._tools.uploads.path(project_id, files_hash)
-            inputs = step.inputs or files_hash
+            inputs = step.files_hash
+            archive = self._archive(step)
+            if not self._e2b or any(map(WILDCARDS.intersection, sources)):
+                manifest = await self._manifest(archive)
+                sources = _found(manifest, sources)
+                inputs = inputs if self._e2b else manifest.digest(sources)
 
             async def copy(sandbox_id: str) -> None:
-                await self._unpack(sandbox_id, archive, source, target, owner, mode)
+                await self._unpack(sandbox_id, archive, sources, target, owner, mode)
 
-        what = ("COPY", inputs, source, target, owner, mode)
+        what = ("COPY", inputs, tuple(sources), target, owner, mode)
         return await self._layer(shape, what, title, forced, copy)
 
+    def _archive(self, step: BuildStep) -> Path:
+        assert step.files_hash is not None
+        project_id = self._build.project_id
+        if not self._tools.uploads.present(project_id, step.files_hash):
+            raise BuildFailed(
+                f"the files of `{step.args[0][:200]}` were not sent",
+                remediation="Send the archive to the address that the server gives for it, "
+                "then build again.",
+            )
+        return self._tools.uploads.path(project_id, step.files_hash)
+
+    async def _manifest(self, archive: Path) -> Manifest:
+        """Read once per build: every COPY of a Dockerfile copies from the same archive."""
+        found = self._manifests.get(archive)
+        if found is None:
+            found = await asyncio.to_thread(read_manifest, archive, contents=not self._e2b)
+            self._manifests[archive] = found
+        return found
+
     async def _unpack(
-        self, sandbox_id: str, archive: Path, source: str, target: str, owner: str, mode: int | None
+        self,
+        sandbox_id: str,
+        archive: Path,
+        sources: list[str],
+        target: str,
+        owner: str,
+        mode: int | None,
     ) -> None:
-        sources = [source]
-        if _WILDCARDS.intersection(source):
-            sources = await asyncio.to_thread(_matching, archive, source)
-            if not sources:
-                raise BuildFailed(
-                    f"nothing in the files that were sent matches `{source[:200]}`",
-                    remediation="Check the path and the files that are ignored.",
-                )
-            if len(sources) > 1 and not target.endswith("/"):
-                target += "/"
-        for one in sources:
+        if len(sources) > 1 and not target.endswith("/"):
+            target += "/"
+        for source in sources:
             try:
                 await self._node.unpack(
-                    sandbox_id, str(archive), source=one, target=target, user=owner, mode=mode
+                    sandbox_id, str(archive), source=source, target=target, user=owner, mode=mode
                 )
             except InvalidRequest as exc:
-                raise BuildFailed(f"COPY of `{one[:200]}`: {exc.message}") from exc
+                raise BuildFailed(f"COPY of `{source[:200]}`: {exc.message}") from exc
 
     async def _copy_from_stage(
         self,
         sandbox_id: str,
         other: Shape,
-        source: str,
+        sources: list[str],
         target: str,
         owner: str,
         mode: int | None,
@@ -321,15 +336,18 @@ class Runner:
         scratch = self._tools.uploads.scratch(self._build.project_id)
         try:
             async with self._tools.builders.sandbox(self._sizes, other) as from_id:
-                await self._pack_up(from_id, source, scratch)
-            await self._unpack(sandbox_id, scratch, source, target, owner, mode)
+                await self._pack_up(from_id, sources, scratch)
+            if any(map(WILDCARDS.intersection, sources)):
+                manifest = await asyncio.to_thread(read_manifest, scratch, contents=False)
+                sources = _found(manifest, sources)
+            await self._unpack(sandbox_id, scratch, sources, target, owner, mode)
         finally:
             scratch.unlink(missing_ok=True)
 
-    async def _pack_up(self, sandbox_id: str, source: str, archive: Path) -> None:
-        argv: tuple[str, ...] = ("tar", "-cf", "-", "-C", "/", source)
-        if _WILDCARDS.intersection(source):
-            argv = ("/bin/sh", "-c", f"cd / && exec tar -cf - -- {source}")
+    async def _pack_up(self, sandbox_id: str, sources: list[str], archive: Path) -> None:
+        argv: tuple[str, ...] = ("tar", "-cf", "-", "-C", "/", "--", *sources)
+        if any(map(WILDCARDS.intersection, sources)):
+            argv = ("/bin/sh", "-c", f"cd / && exec tar -cf - -- {' '.join(sources)}")
         told = b""
         size_bytes = 0
         out = await asyncio.to_thread(private_file, archive)
@@ -349,7 +367,7 @@ class Runner:
                     told = (told + event.data)[-2_000:]
                 elif event.exit_code != 0:
                     raise BuildFailed(
-                        f"`{source[:200]}` cannot be read in that stage: "
+                        f"`{' '.join(sources)[:200]}` cannot be read in that stage: "
                         + told.decode(errors="replace").strip()
                     )
         except InvalidRequest as exc:
@@ -487,24 +505,26 @@ class Runner:
         return f"[{name} {number}/{total}] {step.type} {' '.join(step.args)[:500]}"
 
 
-def _matching(archive: Path, pattern: str) -> list[str]:
-    """Paths in an archive that a pattern means, as a shell would: ``*`` stops at ``/``."""
-    wanted = pattern.split("/")
-    found: dict[str, None] = {}
-    try:
-        with tarfile.open(archive, "r|*") as tar:
-            for count, member in enumerate(tar):
-                if count > _MEMBERS_MAX:
-                    break
-                parts = posixpath.normpath(member.name).split("/")[: len(wanted)]
-                if len(parts) == len(wanted) and all(
-                    fnmatch.fnmatchcase(part, piece)
-                    for part, piece in zip(parts, wanted, strict=True)
-                ):
-                    found["/".join(parts)] = None
-    except (tarfile.TarError, EOFError, OSError) as exc:
-        raise BuildFailed(f"the archive of the files is damaged: {exc}") from exc
-    return list(found)
+def _relative(source: str) -> str:
+    return posixpath.normpath(source.lstrip("/") or ".")
+
+
+def _found(manifest: Manifest, sources: list[str]) -> list[str]:
+    """Sources with their wildcards resolved.
+
+    Raises:
+        BuildFailed: nothing matches one.
+    """
+    found: list[str] = []
+    for source in sources:
+        matching = manifest.matching(source) if WILDCARDS.intersection(source) else [source]
+        if not matching:
+            raise BuildFailed(
+                f"nothing in the files that were sent matches `{source[:200]}`",
+                remediation="Check the path and the files that are ignored.",
+            )
+        found += matching
+    return found
 
 
 @contextlib.contextmanager

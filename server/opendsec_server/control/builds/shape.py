@@ -10,9 +10,11 @@ import shlex
 
 import msgspec
 
+from opendsec_server.contract.errors import BuildFailed
 from opendsec_server.contract.images import ImageConfig, ReadyCheck, StartCommand
 
 from .plan import BuildPlan, BuildStep
+from .words import DEFAULT_PATH, BadWord, expand
 
 BUILDER_VERSION = 1
 """Counted up when a step would do something else: cached results of before are not used then."""
@@ -87,22 +89,60 @@ class Shape(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def configured(shape: Shape, step: BuildStep, *, e2b: bool) -> Shape:
-    """The shape after a step that makes nothing by itself (ENV, ARG, WORKDIR, USER)."""
-    args = step.args
+    """The shape after a step that makes nothing by itself.
+
+    Raises:
+        BuildFailed: a quote or brace in it is not closed.
+    """
+    args, replace = words_of(shape, step, e2b=e2b), msgspec.structs.replace
     pairs = dict(zip(args[::2], args[1::2], strict=False))
-    if step.type == "ENV":
-        return msgspec.structs.replace(shape, env={**shape.env, **pairs})
-    if step.type == "ARG":
-        return msgspec.structs.replace(shape, args={**shape.args, **pairs})
-    if step.type == "WORKDIR":
-        path = absolute(shape, args[0])
-        owner = shape.user if e2b else "root"
-        return msgspec.structs.replace(
-            shape, workdir=path, directories=(*shape.directories, (path, owner))
+    config = shape.config
+    match step.type:
+        case "ENV":
+            return replace(shape, env={**shape.env, **pairs})
+        case "ARG":
+            return replace(shape, args={**shape.args, **pairs})
+        case "WORKDIR":
+            path = absolute(shape, args[0])
+            owner = shape.user if e2b else "root"
+            return replace(shape, workdir=path, directories=(*shape.directories, (path, owner)))
+        case "USER":
+            users = (*shape.users, args[0]) if e2b and args[0] != "root" else shape.users
+            return replace(shape, user=args[0], users=users)
+        case "LABEL":
+            return replace(shape, config=replace(config, labels={**config.labels, **pairs}))
+        case "EXPOSE":
+            ports = [port if "/" in port else f"{port}/tcp" for port in args]
+            every = tuple(dict.fromkeys((*config.exposed_ports, *ports)))
+            return replace(shape, config=replace(config, exposed_ports=every))
+        case "STOPSIGNAL":
+            return replace(shape, config=replace(config, stop_signal=args[0]))
+        case "CMD":
+            return replace(shape, config=replace(config, cmd=args))
+        case "ENTRYPOINT":
+            # An image's own CMD is of its own ENTRYPOINT.
+            return replace(shape, config=replace(config, entrypoint=args, cmd=()))
+    raise AssertionError(step.type)
+
+
+def words_of(shape: Shape, step: BuildStep, *, e2b: bool) -> tuple[str, ...]:
+    """A step's arguments with the variables' values in them.
+
+    Raises:
+        BuildFailed: a quote or brace is not closed.
+    """
+    variables = {"PATH": DEFAULT_PATH, **shape.args, **shape.env}
+    if step.type in ("CMD", "ENTRYPOINT") or (e2b and step.type != "ENV"):
+        return step.args
+    names = step.type in ("ENV", "ARG", "LABEL")
+    try:
+        return tuple(
+            arg if names and place % 2 == 0 else expand(arg, variables, quotes=not e2b)
+            for place, arg in enumerate(step.args)
         )
-    assert step.type == "USER", step.type
-    users = (*shape.users, args[0]) if e2b and args[0] != "root" else shape.users
-    return msgspec.structs.replace(shape, user=args[0], users=users)
+    except BadWord as exc:
+        place = "" if step.line is None else f"line {step.line}: "
+        raise BuildFailed(f"{place}{step.type}: {exc}") from exc
 
 
 def absolute(shape: Shape, path: str) -> str:
@@ -161,8 +201,10 @@ ADD_USER_FUNCTION = f"add_user() ({ADD_USER})"
 
 def start_of(plan: BuildPlan, shape: Shape) -> StartCommand | None:
     """The start command of the template: the plan's, else that of the template below."""
-    argv = plan.start_argv
-    if plan.start_cmd:
+    argv: tuple[str, ...] = ()
+    if plan.start_image:
+        argv = (*shape.config.entrypoint, *shape.config.cmd)
+    elif plan.start_cmd:
         argv = command_argv(plan.start_cmd, e2b=plan.style == "e2b")
     if not argv:
         return shape.start

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import io
 import tarfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -97,7 +98,7 @@ def archive(**files: str) -> bytes:
 async def send(services: Services, caller: Caller, content: bytes) -> str:
     name = hashlib.sha256(content).hexdigest()
 
-    async def chunks():  # type: ignore[no-untyped-def]
+    async def chunks() -> AsyncIterator[bytes]:
         for start in range(0, len(content), 100):
             yield content[start : start + 100]
 
@@ -599,11 +600,11 @@ async def test_files_are_there_whole_or_not_at_all(
     uploads = services.builds.uploads
     name = "a" * 64
 
-    async def cut():  # type: ignore[no-untyped-def]
+    async def cut() -> AsyncIterator[bytes]:
         yield b"half"
         raise ConnectionError
 
-    async def short():  # type: ignore[no-untyped-def]
+    async def short() -> AsyncIterator[bytes]:
         yield b"half"
 
     with pytest.raises(ConnectionError):
