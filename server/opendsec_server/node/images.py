@@ -93,6 +93,21 @@ class Images:
                 layers = await collapse(self.store, layers, hold)
             return await self._told(await asyncio.to_thread(self.store.put, layers, config))
 
+    async def fewer_layers(self, image: ImageInfo, most: int) -> ImageInfo:
+        """An image that shows the same in at most ``most`` layers; itself if it has no more.
+
+        Raises:
+            NodeFull: no room to collapse them.
+        """
+        if len(image.layers) <= most:
+            return image
+        with self.store.holding() as hold:
+            await asyncio.to_thread(hold.add, image.layers)
+            await self.room.make(sum(self.store.layer_bytes(layer) for layer in image.layers))
+            layers = await collapse(self.store, image.layers, hold, most)
+            made = await asyncio.to_thread(self.store.put, layers, image.config)
+            return await self._told(made)
+
     async def all(self) -> ImageInfos:
         """See ``NodeImages.all``."""
 

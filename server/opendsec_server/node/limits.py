@@ -42,6 +42,10 @@ VM_START_BUDGET_FACTOR = 3
 VMM_PIDS_MAX = 256
 """Threads of one VMM."""
 
+MACHINE_LAYERS_MAX = 11
+"""Layers of one virtual machine, each of which is a disk; of an image that has more, the lowest
+are collapsed once. Firecracker has interrupts for 13 disks, two of which are the guest's own."""
+
 MACHINE_TEMPLATES_MAX = 16
 """Templates' memory kept at one time; the one used longest ago goes first."""
 

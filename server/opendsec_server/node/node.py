@@ -318,6 +318,9 @@ class Node:
             image = await self._images.get(spec.image)
         except ImageNotFound as exc:
             raise TemplateNotFound(f"image {spec.image!r} is not on this node") from exc
+        if self._backends[spec.backend].info.capabilities.own_kernel:
+            # A machine has fewer places for disks than an overlay for layers.
+            image = await self._images.fewer_layers(image, limits.MACHINE_LAYERS_MAX)
         return msgspec.structs.replace(spec, image=image.digest)
 
     def _of_snapshot(self, spec: SandboxSpec) -> SandboxSpec:

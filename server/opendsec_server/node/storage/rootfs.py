@@ -125,7 +125,8 @@ def mount_rootfs(
     rootfs.mkdir()
     with contextlib.ExitStack() as held:
         if userns_fd is None:
-            _mount_overlay(rootfs, layers, disk, id_base)
+            *lowers, writable = [_by_descriptor(path, held) for path in (*layers, disk)]
+            _mount_overlay(rootfs, lowers, writable, id_base)
             return rootfs
         copies = [_mapped_copy(path, userns_fd, held) for path in (*layers, disk)]
         try:
@@ -166,7 +167,15 @@ def _attached(tree_fd: int, target: Path, held: contextlib.ExitStack) -> Path:
     target.mkdir()
     syscalls.move_mount(tree_fd, str(target))
     held.callback(_drop, target)
-    return target
+    return _by_descriptor(target, held)
+
+
+def _by_descriptor(path: Path, held: contextlib.ExitStack) -> Path:
+    """A short name of a directory: the options of a mount have room for 4096 characters, and an
+    overlay has up to 64 layers."""
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    held.callback(os.close, fd)
+    return Path(f"/proc/self/fd/{fd}")
 
 
 def _drop(target: Path) -> None:

@@ -26,7 +26,21 @@ Tree = dict[str, str | bytes | object | None]
 """Path → text, bytes, ``WHITEOUT``, ``OPAQUE``; None: a directory."""
 
 BUSYBOX = Path("/bin/busybox")
-APPLETS = ("sh", "cat", "ls", "id", "pwd", "env", "touch", "rm", "mkdir", "sleep", "grep", "head")
+APPLETS = (
+    "sh",
+    "cat",
+    "ls",
+    "id",
+    "pwd",
+    "env",
+    "touch",
+    "rm",
+    "mkdir",
+    "sleep",
+    "grep",
+    "head",
+    "ps",
+)
 
 
 def store_of(config: Config) -> ImageStore:

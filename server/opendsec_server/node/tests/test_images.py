@@ -57,7 +57,10 @@ async def test_layers_in_their_order(node: NodeProcess) -> None:
     assert await sh(node, spec, script + "; true") == "a\nc\nsub\na2c3z2z\n0\nlong"
 
 
-async def test_sixty_four_layers(node: NodeProcess) -> None:
+@pytest.mark.parametrize("user_namespaces", ["auto", "off"])
+async def test_sixty_four_layers(make_node: MakeNode, user_namespaces: str) -> None:
+    node = make_node(user_namespaces=user_namespaces)
+    await node.start()
     store = store_of(node.config)
     trees: list[Tree] = [{"top": str(n), f"files/{n}": "x"} for n in range(63)]
     image = await make_image(store, busybox(), *trees)

@@ -14,11 +14,14 @@ import pytest
 
 from opendsec_server.config import ConfigError
 from opendsec_server.contract.ids import random_chars
+from opendsec_server.contract.images import ReadyCheck, StartCommand
 from opendsec_server.contract.node import SandboxSpec
 from opendsec_server.node.vmm.qemu.program import find_qemu
 
 from .conftest import MakeNode
+from .layered import OPAQUE, WHITEOUT, Tree, busybox, make_image, store_of
 from .machine import CallError, NodeProcess
+from .test_images import sh
 from .test_restart import again
 
 pytestmark = [pytest.mark.node]
@@ -230,3 +233,40 @@ async def test_daemon_killed_in_the_middle(make_node: MakeNode, point: str) -> N
     assert (await node.exec(spec, "cat ~/file; pgrep -c sleep"))[1] == "kept\n1\n"
     assert await node.call("snapshots") == []
     await asyncio.sleep(0)
+
+
+# --- images -------------------------------------------------------------------
+
+
+async def test_layers_start_command_and_pack(node: NodeProcess) -> None:
+    """One machine with more layers than it has disks; then one of what was packed of it."""
+    trees: list[Tree] = [{"top": str(n), f"files/{n}": "x"} for n in range(14)]
+    last: Tree = {"files/0": WHITEOUT, "data": OPAQUE, "data/new": "new"}
+    image = await make_image(store_of(node.config), busybox() | {"data/old": "old"}, *trees, last)
+    start = StartCommand(
+        argv=("sh", "-c", "echo run >> /runs; exec sleep 7777"),
+        user="root",
+        workdir="/",
+        ready=ReadyCheck(command="cat /runs"),
+    )
+    options = {"default_user": "root", "default_workdir": "/"}
+    spec = await create(node, image=image.digest, start=start, **options)
+    look = "cat /top /runs; ls /files | grep -c .; ls /data; ps | grep -c '[s]leep 7777'"
+    assert await sh(node, spec, look) == "13run\n13\nnew\n1\n"
+    sibling = await create(node, image=image.digest, start=start, **options)
+    assert await sh(node, sibling, look) == "13run\n13\nnew\n1\n", "from memory: not run again"
+    await sh(node, spec, "rm /top; echo mine > /data/mine; echo hush > /.ash_history")
+    packed = await node.call("pack", spec.sandbox_id, {"name": "mine"})
+    assert await sh(node, spec, "cat /data/mine") == "mine\n", "it goes on"
+    await sh(node, spec, "echo later > /data/later")
+    await node.call("pause", spec.sandbox_id)
+    again_packed = await node.call("pack", spec.sandbox_id, {"squash": True})
+    assert len(again_packed["layers"]) == 1
+    await node.call("kill", spec.sandbox_id)
+    await node.call("kill", sibling.sandbox_id)
+    child = await node.create(image=packed["digest"], **options)
+    look = "ls -A / | grep -e top -e hist -e runs; ls /data /lib"
+    assert await sh(node, child, look) == "runs\n/data:\nmine\nnew\n\n/lib:\nmodules\n"
+    child = await node.create(image=again_packed["digest"], **options)
+    assert await sh(node, child, "ls /data") == "later\nmine\nnew\n"
+    assert not list((node.config.state_path / "pool/snapshots").iterdir())
