@@ -14,7 +14,7 @@ from . import ops, uploads
 from .auth import require_key
 from .e2b import handlers as e2b
 from .errors import handle_error
-from .native import account, builds, consoles, sandboxes, states, templates
+from .native import account, builds, consoles, images, sandboxes, states, templates
 from .native.openapi import document_handler
 from .observe import Observed
 
@@ -27,6 +27,7 @@ def build_api_app(services: Services) -> ASGIApp:
         *sandboxes.HANDLERS,
         *states.HANDLERS,
         *consoles.HANDLERS,
+        *images.HANDLERS,
         *templates.HANDLERS,
         *builds.HANDLERS,
         *account.HANDLERS,

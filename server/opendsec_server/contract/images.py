@@ -65,6 +65,20 @@ class RegistryAuth(msgspec.Struct, kw_only=True, frozen=True):
         return "RegistryAuth(…)"
 
 
+class PullProgress(msgspec.Struct, kw_only=True, frozen=True):
+    """How far a pull is."""
+
+    reference: str
+    layers: int
+    layers_done: int
+    bytes_total: int
+    """Of the layers that are sent, as the registry has them; those that are here do not count."""
+    bytes_done: int
+
+
+PullProgresses = list[PullProgress]
+
+
 class PruneReport(msgspec.Struct, kw_only=True, frozen=True):
     """What a prune removed."""
 
@@ -178,6 +192,8 @@ class NodeImages(Protocol):
     async def remove(self, name: str) -> None:
         """Forget an image, and remove the layers that no other needs. What is in use stays.
 
+        By one of several names: that name only is taken away.
+
         Raises:
             ImageNotFound: not on this node.
             ImageInUse: a sandbox or snapshot stands on it.
@@ -190,6 +206,13 @@ class NodeImages(Protocol):
             unused_for_s: Only those not used for this long.
             keep: Digests that stay (templates stand on them).
         """
+
+    async def keep(self, digests: Sequence[str]) -> None:
+        """Images that the node does not take for its quota: templates stand on them. Instead of
+        those of the last call."""
+
+    async def progress(self) -> PullProgresses:
+        """The pulls that are at work."""
 
     async def push(self, name: str, reference: str, *, auth: RegistryAuth | None = None) -> str:
         """Send an image to a registry as an OCI image; the digest of its manifest there.

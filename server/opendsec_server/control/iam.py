@@ -59,6 +59,7 @@ class Iam:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._cache: OrderedDict[str, _Cached] = OrderedDict()
+        self._first_project_id: str | None = None
 
     async def authenticate(self, key: str | None) -> Caller:
         """The caller that a key stands for.
@@ -91,6 +92,12 @@ class Iam:
         if len(self._cache) > CACHE_ENTRIES_MAX:
             self._cache.popitem(last=False)
         return caller
+
+    async def operates(self, caller: Caller) -> bool:
+        """Whether the caller acts for the installation: its project is the first one."""
+        if self._first_project_id is None:
+            self._first_project_id = await accounts.first_project_id(self._store)
+        return caller.project_id == self._first_project_id
 
     async def create_key(self, caller: Caller, name: str) -> tuple[ApiKey, str]:
         """Make another key for the caller's project. The key itself is shown only here.

@@ -15,6 +15,7 @@ from .backends import Backends
 from .builds.service import Builds
 from .creates import Creates
 from .iam import Iam
+from .images import Images
 from .invalidations import Invalidations
 from .ledger import Ledger
 from .lifecycle import Lifecycle
@@ -96,6 +97,7 @@ class Services:
             metrics=self.metrics,
         )
         self.packing = Packing(node, self.lifecycle, self.metrics)
+        self.images = Images(store, node, self.iam)
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(
             store=store,
@@ -139,6 +141,7 @@ class Services:
             for definition in templates:
                 await services.templates.register(definition)
             await services.builds.start_up()
+            await services.images.start()
             await services.watcher.start()
         except BaseException:
             await store.close()
@@ -151,6 +154,7 @@ class Services:
         await self.builds.stop()
         await self.saving.stop()
         await self.packing.stop()
+        await self.images.stop()
         await self.lifecycle.stop()
         await self.creates.stop()
         await self.snapshots.stop()

@@ -40,7 +40,7 @@ class Room:
         self._quota_bytes = config.image_store_mb * _MIB
         self._in_use = in_use
         self.keep: set[str] = set()
-        """Digests that stay besides: templates stand on them, as far as the last prune said."""
+        """Digests that stay besides: templates stand on them."""
 
     def used(self) -> set[str]:
         """Digests of images that must stay."""
@@ -49,7 +49,8 @@ class Room:
         return used if base is None else used | {base}
 
     async def make(self, wanted_bytes: int) -> None:
-        """Have room for as many bytes more; images that nothing uses may go.
+        """Have room for as many bytes more. Images that nothing uses may go, if they can be had
+        again: those that were pulled.
 
         Raises:
             NodeFull: there is none.
@@ -60,7 +61,9 @@ class Room:
         have = await asyncio.to_thread(self._store.size_bytes)
         if have + wanted_bytes <= self._quota_bytes:
             return
-        report = await self.prune(over_bytes=have + wanted_bytes - self._quota_bytes)
+        report = await self.prune(
+            over_bytes=have + wanted_bytes - self._quota_bytes, pulled_only=True
+        )
         log.info("images_pruned", images=len(report.images), freed_bytes=report.freed_bytes)
         if have - report.freed_bytes + wanted_bytes > self._quota_bytes:
             raise NodeFull(
@@ -80,6 +83,7 @@ class Room:
         unused_before: float | None = None,
         keep: Iterable[str] = (),
         over_bytes: int | None = None,
+        pulled_only: bool = False,
     ) -> PruneReport:
         """Remove images that nothing uses, those first that were used longest ago.
 
@@ -87,8 +91,9 @@ class Room:
             unused_before: Only those not used since (Unix seconds).
             keep: Digests that stay.
             over_bytes: Stop when as much was freed.
+            pulled_only: Leave what was made here.
         """
-        infos = await asyncio.to_thread(self._infos)
+        infos = await asyncio.to_thread(self._infos, pulled_only)
         # Asked after the look at the disk: whatever came into use meanwhile stays.
         stay = self.used() | self.keep | set(keep)
         gone: list[str] = []
@@ -106,7 +111,11 @@ class Room:
             freed += size
         return PruneReport(images=tuple(gone), layers=layers, freed_bytes=freed)
 
-    def _infos(self) -> list[tuple[float, str]]:
+    def _infos(self, pulled_only: bool) -> list[tuple[float, str]]:
         names = self._store.names()
         infos = (self._store.info(image, names) for image in self._store.all())
-        return sorted((info.last_used_at, info.digest) for info in infos)
+        return sorted(
+            (info.last_used_at, info.digest)
+            for info in infos
+            if info.source is not None or not pulled_only
+        )

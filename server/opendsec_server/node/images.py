@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from opendsec_server.config import Config
-from opendsec_server.contract.errors import ImageInUse, ImageNotFound
+from opendsec_server.contract.errors import ImageInUse, ImageNotFound, InvalidRequest
 from opendsec_server.contract.images import (
     LAYERS_MAX,
     ImageInfo,
     ImageInfos,
     PruneReport,
+    PullProgress,
+    PullProgresses,
     RegistryAuth,
 )
 from opendsec_server.images import importing, manifests, references
@@ -130,6 +132,12 @@ class Images:
     async def remove(self, name: str) -> None:
         """See ``NodeImages.remove``."""
         image = await asyncio.to_thread(self.store.find, name)
+        table = await asyncio.to_thread(self.store.names)
+        names = [known for known, digest in table.items() if digest == image.digest]
+        by = next((known for known in (name, _full(name)) if known in names), None)
+        if by is not None and len(names) > 1:
+            await asyncio.to_thread(self.store.unname, by)
+            return
         if image.digest in self.room.used():
             raise ImageInUse(f"image {name!r} is in use", details={"digest": image.digest})
         await asyncio.to_thread(self.store.remove, [image.digest])
@@ -137,6 +145,23 @@ class Images:
     async def prune(self, *, unused_for_s: float = 0.0, keep: Sequence[str] = ()) -> PruneReport:
         """See ``NodeImages.prune``."""
         return await self.room.prune(unused_before=time.time() - unused_for_s, keep=keep)
+
+    async def keep(self, digests: Sequence[str]) -> None:
+        """See ``NodeImages.keep``."""
+        self.room.keep = set(digests)
+
+    async def progress(self) -> PullProgresses:
+        """See ``NodeImages.progress``."""
+        return [
+            PullProgress(
+                reference=pull.reference,
+                layers=pull.layers,
+                layers_done=pull.layers_done,
+                bytes_total=pull.bytes_total,
+                bytes_done=sum(pull.bytes_read.values()),
+            )
+            for pull in self._puller.running.values()
+        ]
 
     async def push(self, name: str, reference: str, *, auth: RegistryAuth | None = None) -> str:
         """See ``NodeImages.push``."""
@@ -146,3 +171,10 @@ class Images:
 
     async def _told(self, image: Image) -> ImageInfo:
         return await asyncio.to_thread(self.store.info, image)
+
+
+def _full(name: str) -> str | None:
+    try:
+        return references.canonical(name)
+    except InvalidRequest:
+        return None

@@ -40,6 +40,18 @@ async def any_key(store: Store) -> bool:
     return await store.read(work)
 
 
+async def first_project_id(store: Store) -> str | None:
+    """The oldest project: that of the installation itself."""
+
+    def work(connection: sa.Connection) -> str | None:
+        query = sa.select(PROJECTS.c.project_id).order_by(
+            PROJECTS.c.created_at, PROJECTS.c.project_id
+        )
+        return connection.execute(query.limit(1)).scalar()
+
+    return await store.read(work)
+
+
 async def insert_project(store: Store, project: Project, first_key: ApiKey) -> None:
     """Add a project with its first key."""
 

@@ -32,6 +32,7 @@ _TAGS = {
     "sandboxes": "Make, find, extend and end sandboxes.",
     "templates": "What sandboxes are made from.",
     "snapshots": "Saved sandboxes, which others can start from.",
+    "images": "Container images on the node, shared by all projects.",
     "project": "The caller's project and its API keys.",
     "server": "The server itself.",
 }

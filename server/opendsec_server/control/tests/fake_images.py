@@ -11,7 +11,13 @@ from collections.abc import Sequence
 import msgspec
 
 from opendsec_server.contract.errors import ImageNotFound, RegistryDenied
-from opendsec_server.contract.images import ImageConfig, ImageInfo, PruneReport, RegistryAuth
+from opendsec_server.contract.images import (
+    ImageConfig,
+    ImageInfo,
+    PruneReport,
+    PullProgress,
+    RegistryAuth,
+)
 
 
 class FakeImages:
@@ -27,6 +33,7 @@ class FakeImages:
         self.pulls: list[str] = []
         self.fail_pull: Exception | None = None
         self.pushed: dict[str, str] = {}
+        self.kept: set[str] = set()
         self.gate: asyncio.Event | None = None
         """Pulls wait here."""
         self.base = self.add({"/etc/os-release": "debian"}, names=("base",)).digest
@@ -93,6 +100,12 @@ class FakeImages:
         for digest in gone:
             del self.infos[digest]
         return PruneReport(images=gone, layers=len(gone), freed_bytes=0)
+
+    async def keep(self, digests: Sequence[str]) -> None:
+        self.kept = set(digests)
+
+    async def progress(self) -> list[PullProgress]:
+        return []
 
     async def push(self, name: str, reference: str, *, auth: RegistryAuth | None = None) -> str:
         info = await self.get(name)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""The images of the installation, as its projects see them.
+
+What came from a registry is everybody's: any project may pull, and sees what others pulled. What a
+project packed under a name of its own is its own. What has no name (steps of builds, compositions)
+is seen by the installation's first project only, which alone may remove what is everybody's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+
+import msgspec
+import structlog
+
+from opendsec_server.contract.errors import (
+    Forbidden,
+    ImageInUse,
+    ImageNotFound,
+    InvalidRequest,
+    OpendsecError,
+)
+from opendsec_server.contract.images import (
+    DIGEST_RE,
+    ImageInfo,
+    PruneReport,
+    PullProgresses,
+    RegistryAuth,
+)
+from opendsec_server.contract.node import NodeClient
+from opendsec_server.store import templates
+from opendsec_server.store.store import Store
+
+from .attempts import Attempts
+from .iam import Caller, Iam
+from .image_names import is_own_name, own_name, shown_names
+
+log = structlog.get_logger(__name__)
+
+_DIGEST_RE = re.compile(r"(?:sha256:)?[0-9a-f]{12,64}")
+KEEP_INTERVAL_S = 60.0
+"""How often the node is told which images templates stand on."""
+
+
+class Images:
+    """Lists, pulls, removes and pushes images for callers."""
+
+    def __init__(self, store: Store, node: NodeClient, iam: Iam) -> None:
+        self._store = store
+        self._node = node
+        self._iam = iam
+        self._attempts: Attempts[ImageInfo] = Attempts("pull")
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Tell the node what templates stand on, and go on doing so."""
+        await self._tell_kept()
+        self._keeper = asyncio.create_task(self._keep(), name="images-kept")
+
+    async def stop(self) -> None:
+        """Give what is under way a moment to end."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        await self._attempts.stop()
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_INTERVAL_S)
+            try:
+                await self._tell_kept()
+            except OpendsecError as exc:
+                log.warning("node not told what templates stand on", error=exc.message)
+
+    async def _tell_kept(self) -> None:
+        await self._node.images.keep(sorted(await templates.images_of_builds(self._store)))
+
+    async def list(self, caller: Caller) -> list[ImageInfo]:
+        """The images that the caller may see, the oldest first."""
+        everything = await self._iam.operates(caller)
+        found = [self._shown(caller, image) for image in await self._node.images.all()]
+        return [image for image in found if everything or image.names]
+
+    async def get(self, caller: Caller, name: str) -> ImageInfo:
+        """One image, by reference, own name, digest or a digest's first 12 characters.
+
+        Raises:
+            ImageNotFound: there is none, or the caller may not see it.
+        """
+        return self._shown(caller, await self._find(caller, name))
+
+    async def pull(
+        self, caller: Caller, reference: str, *, auth: RegistryAuth | None, refresh: bool
+    ) -> ImageInfo:
+        """Pull an image. It goes on when the caller goes away.
+
+        Raises:
+            As ``NodeImages.pull``.
+        """
+        if is_own_name(reference) or DIGEST_RE.fullmatch(reference):
+            raise InvalidRequest(f"reference: `{reference[:80]}` names no image of a registry")
+
+        async def work() -> ImageInfo:
+            return await self._node.images.pull(reference, auth=auth, refresh=refresh)
+
+        image, _ = await self._attempts.run(work, project_id=caller.project_id)
+        log.info("image pulled", image=image.digest, project=caller.project_id)
+        return self._shown(caller, image)
+
+    async def remove(self, caller: Caller, name: str) -> None:
+        """Remove an image, or one of its names.
+
+        Raises:
+            ImageNotFound: there is none, or the caller may not see it.
+            Forbidden: it is everybody's, and the caller is not the installation's project.
+            ImageInUse: sandboxes, snapshots or templates stand on it.
+        """
+        own = await self._own(caller, name)
+        image = own or await self._find(caller, name)
+        if own is None and not await self._iam.operates(caller):
+            raise Forbidden(
+                "images that were pulled belong to all projects",
+                remediation="Have it removed with a key of the installation's first project.",
+            )
+        one_of_several = len(image.names) > 1 and _DIGEST_RE.fullmatch(name) is None
+        if not one_of_several and image.digest in await templates.images_of_builds(self._store):
+            raise ImageInUse(
+                f"a template stands on the image `{name}`",
+                remediation="Delete the template first.",
+                details={"digest": image.digest},
+            )
+        await self._node.images.remove(name if own is None else own_name(caller.project_id, name))
+        log.info("image removed", image=image.digest, project=caller.project_id)
+
+    async def prune(self, caller: Caller, *, unused_for_s: float) -> PruneReport:
+        """Remove the images that nothing uses.
+
+        Raises:
+            Forbidden: the caller is not the installation's project.
+        """
+        if not await self._iam.operates(caller):
+            raise Forbidden(
+                "images belong to all projects",
+                remediation="Prune with a key of the installation's first project.",
+            )
+        keep = sorted(await templates.images_of_builds(self._store))
+        return await self._node.images.prune(unused_for_s=unused_for_s, keep=keep)
+
+    async def push(
+        self, caller: Caller, name: str, reference: str, *, auth: RegistryAuth | None
+    ) -> str:
+        """Send an image to a registry; the digest of its manifest there.
+
+        Raises:
+            ImageNotFound: there is none, or the caller may not see it.
+            As ``NodeImages.push``.
+        """
+        image = await self._find(caller, name)
+        return await self._node.images.push(image.digest, reference, auth=auth)
+
+    async def progress(self) -> PullProgresses:
+        """The pulls at work, whoever asked for them."""
+        return await self._node.images.progress()
+
+    def _shown(self, caller: Caller, image: ImageInfo) -> ImageInfo:
+        return msgspec.structs.replace(image, names=shown_names(caller.project_id, image.names))
+
+    async def _own(self, caller: Caller, name: str) -> ImageInfo | None:
+        try:
+            return await self._node.images.get(own_name(caller.project_id, name))
+        except (InvalidRequest, ImageNotFound):
+            return None
+
+    async def _find(self, caller: Caller, name: str) -> ImageInfo:
+        image = None if is_own_name(name) else await self._own(caller, name)
+        if image is None and not is_own_name(name):
+            image = await self._node.images.get(name)
+            if not self._shown(caller, image).names and not await self._iam.operates(caller):
+                image = None
+        if image is None:
+            raise ImageNotFound(f"no image `{name[:80]}` is here")
+        return image
