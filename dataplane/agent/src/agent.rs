@@ -17,7 +17,7 @@ use crate::limits::{BUFFERED_BODIES_BYTES_MAX, STREAMS_MAX};
 use crate::metrics::CpuClock;
 use crate::process::table::ProcessTable;
 use crate::sys::pool;
-use crate::users::{User, UserDb};
+use crate::users::{User, UserDb, unknown};
 
 /// What `/init` has set.
 #[derive(Clone, Default)]
@@ -207,8 +207,9 @@ impl Agent {
         let named = basic_user(headers);
         let name = named.or_else(|| self.settings().default_user.clone());
         let name = name.ok_or_else(|| RpcError::new(Code::Unauthenticated, "no user specified"))?;
-        self.users.snapshot().user(&name).cloned().ok_or_else(|| {
-            RpcError::new(Code::Unauthenticated, format!("invalid username: '{name}'"))
+        self.users.snapshot().user(&name).ok_or_else(|| {
+            let what = format!("invalid username: {}", unknown(&name));
+            RpcError::new(Code::Unauthenticated, what)
         })
     }
 

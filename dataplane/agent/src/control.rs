@@ -22,7 +22,7 @@ use crate::http::query::Query;
 use crate::sys::pool;
 use crate::vm::clock::Timestamp;
 use crate::vm::{entropy, identity};
-use crate::{setup, tunnel, vm};
+use crate::{setup, tunnel, unpack, vm};
 
 /// Shortest control token that is taken; it must not be guessable from inside.
 const CONTROL_TOKEN_BYTES_MIN: usize = 16;
@@ -100,6 +100,7 @@ pub async fn serve(agent: Arc<Agent>, via: Via, request: Request<Incoming>) -> R
         (&Method::GET, "/opendsec/status") => status(&agent),
         (&Method::POST, "/opendsec/terminate") => terminate(&agent, request).await,
         (&Method::POST, "/opendsec/sync") => sync().await,
+        (&Method::POST, "/opendsec/unpack") => unpack::serve(&agent, request).await,
         (&Method::GET, "/opendsec/tunnel") => {
             let query = Query::parse(request.uri().query());
             let port = query.get("port").and_then(|text| text.parse::<u16>().ok());
@@ -115,7 +116,8 @@ pub async fn serve(agent: Arc<Agent>, via: Via, request: Request<Incoming>) -> R
             | "/opendsec/status"
             | "/opendsec/sync"
             | "/opendsec/terminate"
-            | "/opendsec/tunnel",
+            | "/opendsec/tunnel"
+            | "/opendsec/unpack",
         ) => error(StatusCode::METHOD_NOT_ALLOWED, "method not allowed"),
         _ => error(StatusCode::NOT_FOUND, "not found"),
     }

@@ -93,6 +93,15 @@ pub const BLOCKING_STACK_BYTES: usize = 256 * 1024;
 /// Idle time after which such a thread ends.
 pub const BLOCKING_IDLE: Duration = Duration::from_secs(5);
 
+/// Archives unpacked at once; further ones wait. A zstd archive may need a window of 128 MiB.
+pub const UNPACKS_MAX: usize = 2;
+/// Pieces of an archive that wait to be unpacked.
+pub const UNPACK_QUEUE_PIECES: usize = 8;
+/// Stack of a thread that unpacks.
+pub const UNPACK_STACK_BYTES: usize = 1024 * 1024;
+/// A caller that sends nothing for this long while an archive is unpacked has given up.
+pub const UNPACK_SILENCE_MAX: Duration = Duration::from_secs(300);
+
 /// How often memory that calls have used is given back when nothing is going on.
 pub const IDLE_TRIM_INTERVAL: Duration = Duration::from_secs(10);
 

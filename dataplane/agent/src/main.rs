@@ -21,6 +21,7 @@ mod sys;
 #[cfg(test)]
 mod testing;
 mod tunnel;
+mod unpack;
 mod users;
 mod vm;
 

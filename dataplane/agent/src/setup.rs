@@ -57,6 +57,7 @@ impl SystemSetup {
             self.renew(vm)?;
         }
         self.write_facts(Path::new(FACTS_DIR))?;
+        tell("/tmp", make_tmp(Path::new("/tmp")));
         if let Some(name) = self.hostname.as_deref().filter(|name| !name.is_empty()) {
             let _ = rustix::system::sethostname(name.as_bytes());
             tell("host name", identity::rename_host(Path::new("/etc"), name));
@@ -101,6 +102,15 @@ impl SystemSetup {
             write_anew(&dir.join(".E2B_TEMPLATE_ID"), id)?;
         }
         Ok(())
+    }
+}
+
+/// Everybody's directory, which small images lack and most programs need.
+pub fn make_tmp(path: &Path) -> io::Result<()> {
+    match fs::create_dir(path) {
+        Ok(()) => fs::set_permissions(path, Permissions::from_mode(0o1777)),
+        Err(err) if err.kind() == ErrorKind::AlreadyExists => Ok(()),
+        Err(err) => Err(err),
     }
 }
 
@@ -199,5 +209,17 @@ mod tests {
         assert_eq!(read(".E2B_SANDBOX").unwrap(), "true");
         assert_eq!(read(".E2B_SANDBOX_ID").unwrap(), "i1");
         assert!(read(".E2B_TEMPLATE_ID").is_err());
+    }
+
+    #[test]
+    fn temporary_files_are_everybodys() {
+        let dir = crate::testing::TempDir::new();
+        let path = dir.path().join("tmp");
+        let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
+        make_tmp(&path).unwrap();
+        assert_eq!(mode(), 0o1777);
+        fs::set_permissions(&path, Permissions::from_mode(0o700)).unwrap();
+        make_tmp(&path).unwrap();
+        assert_eq!(mode(), 0o700, "one that is there stays as it is");
     }
 }

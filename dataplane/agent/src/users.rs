@@ -14,6 +14,7 @@ use crate::limits::USER_FILE_BYTES_MAX;
 
 const PASSWD: &str = "/etc/passwd";
 const GROUP: &str = "/etc/group";
+const ROOT: &str = "root";
 const DEFAULT_SHELL: &str = "/bin/sh";
 
 /// One user.
@@ -41,10 +42,68 @@ pub struct Snapshot {
     group_names: HashMap<u32, String>,
 }
 
+/// What a process runs as, or a file belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owner {
+    /// User id.
+    pub uid: u32,
+    /// Group id.
+    pub gid: u32,
+}
+
 impl Snapshot {
-    /// The user of a name.
-    pub fn user(&self, name: &str) -> Option<&User> {
-        self.users.iter().find(|user| user.name == name)
+    /// The user of `name`, `uid`, `name:group` or `uid:gid`, as the `USER` of an image means it:
+    /// a name wins over a number; a number needs no entry in `/etc/passwd`, its group is 0 then;
+    /// a given group stands alone. Root exists in every system.
+    pub fn user(&self, spec: &str) -> Option<User> {
+        let (name, group) = split(spec);
+        let mut user = self.entry(name).cloned().or_else(|| {
+            if name == ROOT || id(name) == Some(0) {
+                return Self::root_only().users.pop();
+            }
+            Some(User {
+                name: name.to_owned(),
+                uid: id(name)?,
+                gid: 0,
+                home: "/".to_owned(),
+                shell: DEFAULT_SHELL.to_owned(),
+                groups: vec![0],
+            })
+        })?;
+        if let Some(group) = group {
+            user.gid = self.group(group)?;
+            user.groups = vec![user.gid];
+        }
+        Some(user)
+    }
+
+    /// The owner that `COPY --chown` of a Dockerfile means: as `user`, but the group of a number
+    /// that is no user is the same number.
+    pub fn owner(&self, spec: &str) -> Option<Owner> {
+        let user = self.user(spec)?;
+        let (name, group) = split(spec);
+        let is_bare_number = group.is_none() && name != ROOT && self.entry(name).is_none();
+        Some(Owner {
+            uid: user.uid,
+            gid: if is_bare_number { user.uid } else { user.gid },
+        })
+    }
+
+    fn entry(&self, name: &str) -> Option<&User> {
+        let named = self.users.iter().find(|user| user.name == name);
+        named.or_else(|| {
+            let uid = id(name)?;
+            self.users.iter().find(|user| user.uid == uid)
+        })
+    }
+
+    fn group(&self, name: &str) -> Option<u32> {
+        let named = self.group_names.iter().find(|(_, known)| *known == name);
+        match named {
+            Some((gid, _)) => Some(*gid),
+            None if name == ROOT => Some(0),
+            None => id(name),
+        }
     }
 
     /// The name of a user id, or the number as text.
@@ -129,6 +188,26 @@ impl Snapshot {
     }
 }
 
+fn split(spec: &str) -> (&str, Option<&str>) {
+    match spec.split_once(':') {
+        Some((name, group)) => (name, Some(group).filter(|group| !group.is_empty())),
+        None => (spec, None),
+    }
+}
+
+/// A user or group by its number. The highest one means "nobody" to the kernel.
+fn id(text: &str) -> Option<u32> {
+    text.parse().ok().filter(|id| *id != u32::MAX)
+}
+
+/// What to do about a user that a sandbox does not have.
+pub fn unknown(spec: &str) -> String {
+    format!(
+        "'{spec}': the image has no such user or group (/etc/passwd, /etc/group): use root or a \
+         numeric id, or make the user in the image"
+    )
+}
+
 /// The user files, with memory of their last good content.
 pub struct UserDb {
     last: Mutex<Arc<Snapshot>>,
@@ -194,6 +273,46 @@ mod tests {
         assert_eq!(snapshot.user_name(1000), "user");
         assert_eq!(snapshot.group_name(27), "sudo");
         assert_eq!(snapshot.user_name(4242), "4242");
+    }
+
+    #[test]
+    fn users_that_an_image_may_name() {
+        let snapshot = Snapshot::parse(
+            "app:x:101:102::/app:/bin/sh\n7:x:70:71::/seven:\n",
+            "app:x:102:\nlog:x:103:app\n",
+        );
+        let ids = |spec: &str| {
+            let user = snapshot.user(spec)?;
+            Some((user.uid, user.gid, user.groups))
+        };
+        assert_eq!(ids("app"), Some((101, 102, vec![102, 103])));
+        assert_eq!(ids("101"), Some((101, 102, vec![102, 103])));
+        assert_eq!(ids("app:log"), Some((101, 103, vec![103])));
+        assert_eq!(ids("app:5"), Some((101, 5, vec![5])));
+        assert_eq!(ids("1234"), Some((1234, 0, vec![0])));
+        assert_eq!(ids("1234:1235"), Some((1234, 1235, vec![1235])));
+        assert_eq!(ids("7"), Some((70, 71, vec![71])));
+        assert_eq!(ids("root"), Some((0, 0, vec![0])));
+        assert_eq!(ids("0"), Some((0, 0, vec![0])));
+        for bad in [
+            "user",
+            "",
+            ":1",
+            "app:none",
+            "-1",
+            "4294967295",
+            "99999999999",
+            "1.5",
+        ] {
+            assert_eq!(ids(bad), None, "{bad}");
+        }
+        let owner = |spec: &str| snapshot.owner(spec).map(|owner| (owner.uid, owner.gid));
+        assert_eq!(owner("app"), Some((101, 102)));
+        assert_eq!(owner("101"), Some((101, 102)));
+        assert_eq!(owner("1234"), Some((1234, 1234)));
+        assert_eq!(owner("1234:1"), Some((1234, 1)));
+        assert_eq!(owner("root"), Some((0, 0)));
+        assert_eq!(owner("user"), None);
     }
 
     proptest! {

@@ -578,7 +578,7 @@ mod tests {
     #[test]
     fn values_with_line_ends() {
         let mut more = Extensions::default();
-        more.take_record(b"31 SCHILY.xattr.user.a=x\ny\n=z\0\n\n11 path=ab\n")
+        more.take_record(b"32 SCHILY.xattr.user.a=x\ny\n=z\0\n\n11 path=ab\n")
             .unwrap();
         assert_eq!(
             more.xattrs,
@@ -586,7 +586,7 @@ mod tests {
         );
         assert_eq!(more.path.as_deref(), Some(&b"ab"[..]));
         for bad in [
-            &b"9 path=a\n"[..],
+            &b"8 path=a\n"[..],
             b"x",
             b"5 a=b",
             b"6 size\n",

@@ -24,7 +24,7 @@ pub fn copy_upper(mut source: Source, into: BorrowedFd<'_>) -> Result<Report> {
             bytes_max: u64::MAX,
             entries_max: u64::MAX,
         },
-        whiteouts: false,
+        is_layer: false,
         owner: None,
         mode: None,
         attributes: Attributes::All,

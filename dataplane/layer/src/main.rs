@@ -132,7 +132,7 @@ fn run_unpack(
     let mut stream = Stream::new(input)?;
     let options = Options {
         limits,
-        whiteouts: true,
+        is_layer: true,
         owner: None,
         mode: None,
         attributes: Attributes::Archive,

@@ -11,8 +11,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
 
 use rustix::fs::{
-    AtFlags, CWD, Dir, FileType, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, readlinkat,
-    statat, unlinkat,
+    AtFlags, CWD, Dir, FileType, Gid, Mode, OFlags, ResolveFlags, Uid, fchown, mkdirat, openat,
+    openat2, readlinkat, statat, unlinkat,
 };
 use rustix::io::Errno;
 
@@ -86,13 +86,15 @@ pub struct Root {
     last: Option<(Vec<u8>, Rc<OwnedFd>)>,
     /// Directories made on the way to others.
     made: Vec<Vec<u8>>,
+    /// User and group of those.
+    owner: (u32, u32),
 }
 
 impl Root {
-    /// Below an open directory.
+    /// Below an open directory. Directories that are made on the way belong to `owner`.
     ///
     /// Errors: what the system says.
-    pub fn new(dir: BorrowedFd<'_>) -> Result<Self> {
+    pub fn new(dir: BorrowedFd<'_>, owner: (u32, u32)) -> Result<Self> {
         // Opened anew: a descriptor of `O_PATH` will do.
         let opened = openat(dir, c".", DIR_FLAGS, Mode::empty())
             .map_err(|err| Error::system("cannot open the directory", err))?;
@@ -100,6 +102,7 @@ impl Root {
             dir: Rc::new(opened),
             last: None,
             made: Vec::new(),
+            owner,
         })
     }
 
@@ -202,7 +205,8 @@ impl Root {
                     let dir = self.open(&path[..end]);
                     let dir = dir.map_err(|err| on_the_way(err).at(path))?;
                     // A host's umask, or a parent that hands its group down, must not show.
-                    tidy(&dir).map_err(|err| Error::of_path("cannot set a mode", err).at(path))?;
+                    tidy(&dir, self.owner)
+                        .map_err(|err| Error::of_path("cannot set a mode", err).at(path))?;
                     dir
                 }
                 Err(err) => return Err(on_the_way(err).at(path)),
@@ -226,12 +230,8 @@ impl Root {
     }
 }
 
-fn tidy(dir: &OwnedFd) -> rustix::io::Result<()> {
-    rustix::fs::fchown(
-        dir,
-        Some(rustix::process::geteuid()),
-        Some(rustix::process::getegid()),
-    )?;
+fn tidy(dir: &OwnedFd, (uid, gid): (u32, u32)) -> rustix::io::Result<()> {
+    fchown(dir, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
     rustix::fs::fchmod(dir, Mode::from(DIR_MODE))
 }
 

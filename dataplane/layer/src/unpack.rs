@@ -28,9 +28,10 @@ pub const OPAQUE: &[u8] = b".wh..wh..opq";
 pub struct Options {
     /// What may come out.
     pub limits: Limits,
-    /// It is a layer: names of whiteouts become what overlayfs takes for whiteouts. Else they are
-    /// names like others.
-    pub whiteouts: bool,
+    /// It is a layer: names of whiteouts become what overlayfs takes for whiteouts, and directories
+    /// that no entry describes have the time 0, so that the same layer always gives the same tree.
+    /// Else such names are like others, and such directories are new.
+    pub is_layer: bool,
     /// User and group of everything, instead of what the archive says.
     pub owner: Option<(u32, u32)>,
     /// Mode of everything but links, instead of what the archive says.
@@ -64,8 +65,8 @@ pub struct Report {
 }
 
 /// Unpacks a whole tar stream below `dir`, which should be empty and belong to nobody else.
-/// Ownership and times are set; directories that no entry describes are root's, of mode 0755 and
-/// of the time 0, so that the same archive always gives the same tree.
+/// Ownership and times are set; directories that no entry describes have the mode 0755 and are
+/// root's, or of the owner that is given for all.
 ///
 /// Errors: `Invalid` for archives that are damaged or mean harm; what is below `dir` is then of no
 /// use.
@@ -105,7 +106,7 @@ impl Unpacker {
     /// Errors: what the system says.
     pub fn new(dir: BorrowedFd<'_>, options: Options) -> Result<Self> {
         let (uid, gid) = options.owner.unwrap_or((0, 0));
-        let root = Root::new(dir)?;
+        let root = Root::new(dir, (uid, gid))?;
         let top = root.top();
         fchown(top, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))
             .and_then(|()| fchmod(top, Mode::from(DIR_MODE)))
@@ -113,7 +114,7 @@ impl Unpacker {
         Ok(Self {
             root,
             options,
-            times: vec![(Vec::new(), (0, 0))],
+            times: Vec::new(),
             opaque_root: false,
         })
     }
@@ -136,7 +137,7 @@ impl Unpacker {
         };
         let parent = self.root.dir(dir)?;
         let parent = parent.as_fd();
-        if self.options.whiteouts {
+        if self.options.is_layer {
             if name == OPAQUE {
                 self.opaque_root |= dir.is_empty();
                 return hide_below(parent);
@@ -216,7 +217,7 @@ impl Unpacker {
             Err(Errno::EXIST) => match kind_of(parent, name)? {
                 Standing::Dir => Ok(()),
                 standing => {
-                    hides = self.options.whiteouts && standing == Standing::Whiteout;
+                    hides = self.options.is_layer && standing == Standing::Whiteout;
                     self.root.remove(parent, name)?;
                     mkdirat(parent, name, mode)
                 }
@@ -310,8 +311,11 @@ impl Unpacker {
                 done
             }
         };
-        // An owner that the sandbox's user namespace does not have is EINVAL.
-        done.map_err(|err| Error::of_path("cannot set the owner and the mode", err))?;
+        match done {
+            // A user namespace has only some of them.
+            Err(Errno::INVAL) => return Err(Error::invalid("an owner that does not exist here")),
+            done => done.map_err(|err| Error::of_path("cannot set the owner and the mode", err))?,
+        }
         for (attribute, value) in &entry.xattrs {
             if self.options.attributes == Attributes::All || xattrs::is_taken(attribute) {
                 self.xattr(node, attribute, value, entry.kind)?;
@@ -354,8 +358,12 @@ impl Unpacker {
 
     /// Sets the times of directories. One that is gone again has none.
     pub fn finish(&mut self) {
-        let implied = self.root.made().iter().map(|path| (path.clone(), (0, 0)));
-        let all: Vec<_> = implied.chain(std::mem::take(&mut self.times)).collect();
+        let mut all = Vec::new();
+        if self.options.is_layer {
+            all.push((Vec::new(), (0, 0)));
+            all.extend(self.root.made().iter().map(|path| (path.clone(), (0, 0))));
+        }
+        all.append(&mut self.times);
         for (path, mtime) in all {
             let _ = match split(&path) {
                 None => futimens(self.root.top(), &times(mtime)),
@@ -442,7 +450,10 @@ fn create(parent: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<OwnedFd> {
     openat(parent, name, flags, Mode::RUSR | Mode::WUSR)
 }
 
-fn write<R: BufRead>(archive: &mut Archive<R>, file: &OwnedFd, entry: &Entry) -> Result<()> {
+/// Writes the content of an entry of an archive to its file.
+///
+/// Errors: those of the archive, and what the system says.
+pub fn write<R: BufRead>(archive: &mut Archive<R>, file: &OwnedFd, entry: &Entry) -> Result<()> {
     let failed = |err| Error::of_path("cannot write", err);
     let Some(pieces) = &entry.pieces else {
         return archive.read(entry.size, |piece| {

@@ -21,7 +21,7 @@ use crate::auth::{ACCESS_HEADER, FileClaim, basic_user, check_file_access};
 use crate::connect::{Code, RpcError};
 use crate::http::body::{Reply, error};
 use crate::http::query::Query;
-use crate::users::User;
+use crate::users::{User, unknown};
 
 /// A failure of a file route.
 #[derive(Debug)]
@@ -31,19 +31,21 @@ pub struct FileError {
 }
 
 impl FileError {
-    fn new(status: StatusCode, message: impl Into<String>) -> Self {
+    /// With a status and a message for a person.
+    pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
         Self {
             status,
             message: message.into(),
         }
     }
 
-    fn bad(message: impl Into<String>) -> Self {
+    /// The caller's mistake.
+    pub fn bad(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, message)
     }
 
     /// An error of the system; a full disk or an exhausted quota is 507.
-    fn from_io(what: &str, err: &io::Error) -> Self {
+    pub fn from_io(what: &str, err: &io::Error) -> Self {
         let status = match err.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => {
                 let message = "not enough disk space available";
@@ -59,7 +61,8 @@ impl FileError {
         Self::new(status, format!("{what}: {err}"))
     }
 
-    fn reply(&self) -> Reply {
+    /// The answer.
+    pub fn reply(&self) -> Reply {
         error(self.status, &self.message)
     }
 }
@@ -108,8 +111,8 @@ fn file_user(
     let name = given.or_else(|| basic_user(headers).filter(|_| !signed));
     let name = name.or_else(|| settings.default_user.clone());
     let name = name.ok_or_else(|| FileError::bad("no user specified"))?;
-    agent.users.snapshot().user(&name).cloned().ok_or_else(|| {
-        let message = format!("error looking up user '{name}': user: unknown user {name}");
+    agent.users.snapshot().user(&name).ok_or_else(|| {
+        let message = format!("error looking up user {}", unknown(&name));
         FileError::new(StatusCode::UNAUTHORIZED, message)
     })
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The file system of the sandbox: entries, directories, moves, watches.
 
-mod copy;
+pub mod copy;
 pub mod entry;
 mod list;
 mod messages;

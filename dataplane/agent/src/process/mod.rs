@@ -6,6 +6,7 @@ mod live;
 mod messages;
 mod output;
 pub mod service;
+mod shell;
 pub mod spawn;
 mod start;
 mod streams;

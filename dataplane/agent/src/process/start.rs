@@ -17,6 +17,7 @@ use super::exit::Exit;
 use super::live::{Event, Feed, Process, winsize};
 use super::messages::{ProcessConfig, Pty, StartRequest};
 use super::output::{self, Source};
+use super::shell;
 use super::spawn::{self, Plan, REPORT_BYTES, Report, Step};
 use super::tree;
 use crate::agent::Agent;
@@ -64,12 +65,13 @@ pub async fn start(
     }
     let dir = working_dir(agent, &user, &config).await?;
     let env = environment(agent, &user, &config, request.pty.is_some())?;
+    let program = shell::program(&config).await?;
     let (report, report_write) = pipe()?;
     let (stdio, ends) = connect_stdio(&request, &user)?;
     let limit = init::program_file_limit();
     let plan = Plan {
-        candidates: candidates(&config.cmd, env.get("PATH").map(String::as_str), &dir)?,
-        args: c_strings(std::iter::once(&config.cmd).chain(&config.args))?,
+        candidates: candidates(&program, env.get("PATH").map(String::as_str), &dir)?,
+        args: c_strings(std::iter::once(&program).chain(&config.args))?,
         env: c_strings(env.iter().map(|(name, value)| format!("{name}={value}")))?,
         dir: c_string(dir.as_str())?,
         uid: user.uid,
@@ -227,6 +229,9 @@ fn start_error(step: Step, errno: i32, cmd: &str, dir: &str) -> RpcError {
         Step::Terminal => format!("cannot give '{cmd}' a terminal"),
         Step::Identity => return RpcError::from_io("cannot take the user's identity", &err),
         Step::Directory => format!("cannot enter directory '{dir}'"),
+        Step::Exec if errno == libc::ENOENT => {
+            return RpcError::invalid(format!("cannot run '{cmd}': {err}{}", shell::hint(cmd)));
+        }
         Step::Exec => format!("cannot run '{cmd}'"),
     };
     if errno == libc::EAGAIN || errno == libc::ENOMEM {
@@ -247,6 +252,8 @@ async fn working_dir(
     let is_dir = pool::run(move || std::fs::metadata(checked).map(|meta| meta.is_dir())).await;
     match is_dir.and_then(|inner| inner) {
         Ok(true) => Ok(dir),
+        // Nobody asked for it: an image need not have the home of its user.
+        Err(err) if given.is_empty() && err.kind() == io::ErrorKind::NotFound => Ok("/".to_owned()),
         Ok(false) => Err(RpcError::invalid(format!("cwd '{dir}' is not a directory"))),
         Err(err) if err.kind() == io::ErrorKind::NotFound => {
             Err(RpcError::invalid(format!("cwd '{dir}' does not exist")))

@@ -15,6 +15,7 @@ use rustix::mount::{MountFlags, mount, mount_move};
 
 use super::disks::Disks;
 use super::{identity, modules};
+use crate::setup::make_tmp;
 
 const DISK_DIR: &str = "/disk";
 const NEW_ROOT: &str = "/newroot";
@@ -169,7 +170,7 @@ pub fn enter(memory_bytes: u64) -> Result<(), String> {
         "nsdelegate",
     )?;
     link_devices(Path::new(&under("/dev"))).map_err(|err| format!("links in /dev: {err}"))?;
-    temporary(Path::new(&under("/tmp"))).map_err(|err| format!("/tmp: {err}"))?;
+    make_tmp(Path::new(&under("/tmp"))).map_err(|err| format!("/tmp: {err}"))?;
     // Memory of the machine that nobody needs any more.
     let _ = fs::remove_dir_all(modules::DIR);
     let _ = fs::remove_file(modules::LIST);
@@ -194,14 +195,6 @@ fn link_devices(dev: &Path) -> io::Result<()> {
     // The kernel's own node leads to the terminals of the first /dev/pts, which is not this one.
     fs::remove_file(dev.join("ptmx"))?;
     symlink("pts/ptmx", dev.join("ptmx"))
-}
-
-fn temporary(path: &Path) -> io::Result<()> {
-    if path.is_dir() {
-        return Ok(());
-    }
-    make_dir(path, 0o1777)?;
-    fs::set_permissions(path, Permissions::from_mode(0o1777))
 }
 
 /// Mounts the kernel's modules where `modprobe` looks for them, if the node has given them.
@@ -265,14 +258,5 @@ mod tests {
         prepare_writable(dir.path(), &[]).unwrap();
         assert_eq!(read("hosts").unwrap(), "own");
         assert!(read("resolv.conf").is_err());
-    }
-
-    #[test]
-    fn temporary_files_are_everybodys() {
-        let dir = crate::testing::TempDir::new();
-        let path = dir.path().join("tmp");
-        temporary(&path).unwrap();
-        let mode = fs::metadata(&path).unwrap().permissions().mode();
-        assert_eq!(mode & 0o7777, 0o1777);
     }
 }
