@@ -20,7 +20,7 @@ from tests import leaks
 from tests.harness import Server, new_server
 from tests.vm.image import ensure_image, missing_programs
 
-from .kit import REFUSED, Bench, Maker, until
+from .kit import OCI_DIR, REFUSED, Bench, Maker, until
 from .outside import PRIVATE, Outside, open_outside
 from .table import Table
 
@@ -131,7 +131,7 @@ def pytest_terminal_summary(
 
 def _settings(column: str) -> dict[str, object]:
     backend, _, program = column.partition("-")
-    settings: dict[str, object] = {"dns_servers": [PRIVATE]}
+    settings: dict[str, object] = {"dns_servers": [PRIVATE], "image_import_dirs": [str(OCI_DIR)]}
     if backend in ("container", "microvm", "vm"):  # E2B's clients cannot name one
         settings["default_backend"] = backend
     if program:

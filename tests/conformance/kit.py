@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -28,6 +29,9 @@ IMAGE_MEMORY_MB = 768
 IMAGE_DISK_MB = 3_072
 WAIT_S = 60.0
 """The most that anything which should happen soon may take; emulated guests are slow."""
+
+OCI_DIR = Path("/var/tmp/opendsec-conformance-oci")
+"""Where servers of the suite import images from."""
 
 REFUSED = "refused"
 """Property of a test that saw the typed refusal of what its backend does not claim to do."""

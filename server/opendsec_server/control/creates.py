@@ -23,6 +23,7 @@ from opendsec_server.contract.errors import (
     Internal,
     InvalidRequest,
     NodeUnavailable,
+    NotSupported,
     OpendsecError,
     SandboxNotFound,
     StateConflict,
@@ -241,7 +242,7 @@ class Creates:
         if origin.backend is None:
             known = self._backends.known(params.backend or self._backends.default)
             if known.capabilities.disk_images and needs_layers(params.extra):
-                raise InvalidRequest(
+                raise NotSupported(
                     f"image: backend `{known.name}` boots disk images, not layers",
                     remediation="Ask for the backend `container` or `microvm`.",
                 )
