@@ -115,6 +115,34 @@ class ImageInfo(msgspec.Struct, kw_only=True, frozen=True):
     last_used_at: datetime | None = None
 
 
+class ImagePull(msgspec.Struct, kw_only=True, frozen=True):
+    """How far a pull is; the bytes are those that the registry sends."""
+
+    reference: str
+    layers: int = 0
+    layers_done: int = 0
+    bytes_total: int = 0
+    bytes_done: int = 0
+
+
+class RegistryAuth(msgspec.Struct, kw_only=True, frozen=True):
+    """How to log in to a registry of images."""
+
+    username: str
+    password: str
+
+    def __repr__(self) -> str:
+        return "RegistryAuth(...)"
+
+
+class PruneReport(msgspec.Struct, kw_only=True, frozen=True):
+    """What a prune of images removed."""
+
+    images: tuple[str, ...] = ()
+    layers: int = 0
+    freed_bytes: int = 0
+
+
 class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
     """A sandbox as the server describes it.
 
@@ -270,16 +298,123 @@ class MetricSample(msgspec.Struct, kw_only=True, frozen=True):
     disk_total_bytes: int = 0
 
 
+BuildState = Literal["waiting", "building", "ready", "error"]
+
+
 class TemplateInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """A template that sandboxes can be made from, with its defaults."""
+    """A template that sandboxes can be made from, with its defaults.
+
+    Attributes:
+        own: It belongs to the project of the key in use, which may change it.
+        public: Every project may use it.
+        state: Of the build with the tag ``default``, else of the newest.
+        builds: How many builds it has.
+        spawned: How many sandboxes were made of it, as far as the server's records go back.
+    """
 
     template_id: str
     name: str = ""
+    own: bool = False
     cpu: float | None = None
     memory_mb: int | None = None
     disk_mb: int | None = None
     created_at: datetime | None = None
+    updated_at: datetime | None = None
     public: bool = False
+    state: BuildState = "ready"
+    builds: int = 0
+    spawned: int = 0
+    last_spawned_at: datetime | None = None
+
+
+class BuildError(msgspec.Struct, kw_only=True, frozen=True):
+    """Why a build failed.
+
+    Attributes:
+        code: As the codes of errors, such as ``build_failed``.
+        message: With the command, its exit code and its last output.
+        step: ``base``, the number of the step, or ``finalize``.
+    """
+
+    code: str = ""
+    message: str = ""
+    step: str | None = None
+
+
+class Build(msgspec.Struct, kw_only=True, frozen=True):
+    """One build of a template.
+
+    Attributes:
+        tags: Which it gets when it is ready.
+        image: Digest of its image. None: it is not ready.
+        start_command: Runs in every sandbox of the template.
+    """
+
+    build_id: str
+    template_id: str = ""
+    state: BuildState = "waiting"
+    tags: tuple[str, ...] = ()
+    cpu: float | None = None
+    memory_mb: int | None = None
+    disk_mb: int | None = None
+    image: str | None = None
+    default_user: str | None = None
+    default_workdir: str | None = None
+    env: dict[str, str] = {}
+    start_command: tuple[str, ...] | None = None
+    error: BuildError | None = None
+    created_at: datetime | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is ready or has failed."""
+        return self.state in ("ready", "error")
+
+
+class BuildStep(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """One step of a build without a Dockerfile.
+
+    Attributes:
+        type: ``RUN`` (command, user), ``ENV`` and ``ARG`` (name and value, over and over),
+            ``WORKDIR`` (path), ``USER`` (name), ``COPY`` (source, target, owner, octal mode).
+        args: By type.
+        force: Run it and all that follows, even if its result is known.
+    """
+
+    type: str
+    args: tuple[str, ...] = ()
+    force: bool = False
+
+
+class BuildLogEntry(msgspec.Struct, kw_only=True, frozen=True):
+    """A line of a build's log.
+
+    Attributes:
+        level: ``debug``, ``info``, ``warn`` (what a command writes to stderr) or ``error``.
+        step: ``base``, the number of the step, or ``finalize``.
+    """
+
+    at: datetime
+    level: str = "info"
+    message: str = ""
+    step: str | None = None
+
+
+class TemplateTag(msgspec.Struct, kw_only=True, frozen=True):
+    """The build that ``name:tag`` means."""
+
+    tag: str
+    build_id: str = ""
+    created_at: datetime | None = None
+
+
+class TemplateDetail(TemplateInfo, kw_only=True, frozen=True):
+    """A template with its tags and newest builds. Of others' templates there are none."""
+
+    tags: tuple[TemplateTag, ...] = ()
+    newest_builds: tuple[Build, ...] = ()
 
 
 class Capabilities(msgspec.Struct, kw_only=True, frozen=True):

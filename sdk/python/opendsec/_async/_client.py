@@ -28,7 +28,6 @@ from opendsec._models import (
     ServerInfo,
     Snapshot,
     StateMode,
-    TemplateInfo,
     Transition,
     VmOptions,
 )
@@ -36,8 +35,10 @@ from opendsec._retry import RetryPolicy
 
 from ._account import AsyncApiKeys
 from ._connect import gone
+from ._images import AsyncImages
 from ._sandbox import AsyncSandbox
 from ._snapshots import AsyncSnapshots
+from ._templates import AsyncTemplates
 from ._transport import AsyncTransport
 
 
@@ -69,10 +70,6 @@ class _Forked(msgspec.Struct):
     items: list[_ForkItem] = []
 
 
-class _Templates(msgspec.Struct):
-    templates: list[TemplateInfo] = []
-
-
 class _Samples(msgspec.Struct):
     samples: list[MetricSample] = []
 
@@ -94,7 +91,9 @@ class AsyncClient:
             pauses. 0: never.
 
     Attributes:
+        images: Container images that sandboxes can be created from.
         snapshots: Saved states that sandboxes can be created from.
+        templates: What sandboxes are created from, and their builds.
         api_keys: The keys of the project.
 
     Every method can raise:
@@ -117,7 +116,9 @@ class AsyncClient:
     ) -> None:
         self.settings = _settings.resolve(base_url, api_key, sandbox_url)
         self._transport = AsyncTransport(self.settings, RetryPolicy(retries_max))
+        self.images = AsyncImages(self._transport)
         self.snapshots = AsyncSnapshots(self._transport)
+        self.templates = AsyncTemplates(self._transport)
         self.api_keys = AsyncApiKeys(self._transport)
 
     async def __aenter__(self) -> Self:
@@ -475,11 +476,6 @@ class AsyncClient:
         """The changes of a sandbox's state, oldest first, with reasons."""
         reply = await self._transport.api("GET", f"{_path(sandbox_id)}/transitions", _Transitions)
         return reply.transitions
-
-    async def templates(self) -> builtins.list[TemplateInfo]:
-        """The templates the key's project can use."""
-        reply = await self._transport.api("GET", "/v1/templates", _Templates)
-        return reply.templates
 
     async def project(self) -> Project:
         """The project that the API key belongs to."""

@@ -20,6 +20,10 @@ Content = bytes | bytearray | str | IO[bytes] | Iterable[bytes] | AsyncIterable[
 """What can be written: bytes, text (as UTF-8), an open binary file, or an iterable of bytes."""
 
 
+Listener = Callable[[T], Awaitable[None] | None]
+"""Called with each of many things; may be a coroutine function."""
+
+
 async def sleep(seconds: float) -> None:
     """Wait."""
     await asyncio.sleep(seconds)
@@ -28,6 +32,13 @@ async def sleep(seconds: float) -> None:
 async def call(callback: OutputCallback, text: str) -> None:
     """Call back, and wait if the callback is async."""
     result = callback(text)
+    if inspect.isawaitable(result):
+        await result
+
+
+async def tell(listener: Listener[T], value: T) -> None:
+    """Call a listener, and wait if it is async."""
+    result = listener(value)
     if inspect.isawaitable(result):
         await result
 

@@ -30,7 +30,6 @@ from opendsec._models import (
     ServerInfo,
     Snapshot,
     StateMode,
-    TemplateInfo,
     Transition,
     VmOptions,
 )
@@ -38,8 +37,10 @@ from opendsec._retry import RetryPolicy
 
 from ._account import ApiKeys
 from ._connect import gone
+from ._images import Images
 from ._sandbox import Sandbox
 from ._snapshots import Snapshots
+from ._templates import Templates
 from ._transport import Transport
 
 
@@ -71,10 +72,6 @@ class _Forked(msgspec.Struct):
     items: list[_ForkItem] = []
 
 
-class _Templates(msgspec.Struct):
-    templates: list[TemplateInfo] = []
-
-
 class _Samples(msgspec.Struct):
     samples: list[MetricSample] = []
 
@@ -96,7 +93,9 @@ class Client:
             pauses. 0: never.
 
     Attributes:
+        images: Container images that sandboxes can be created from.
         snapshots: Saved states that sandboxes can be created from.
+        templates: What sandboxes are created from, and their builds.
         api_keys: The keys of the project.
 
     Every method can raise:
@@ -119,7 +118,9 @@ class Client:
     ) -> None:
         self.settings = _settings.resolve(base_url, api_key, sandbox_url)
         self._transport = Transport(self.settings, RetryPolicy(retries_max))
+        self.images = Images(self._transport)
         self.snapshots = Snapshots(self._transport)
+        self.templates = Templates(self._transport)
         self.api_keys = ApiKeys(self._transport)
 
     def __enter__(self) -> Self:
@@ -473,11 +474,6 @@ class Client:
         """The changes of a sandbox's state, oldest first, with reasons."""
         reply = self._transport.api("GET", f"{_path(sandbox_id)}/transitions", _Transitions)
         return reply.transitions
-
-    def templates(self) -> builtins.list[TemplateInfo]:
-        """The templates the key's project can use."""
-        reply = self._transport.api("GET", "/v1/templates", _Templates)
-        return reply.templates
 
     def project(self) -> Project:
         """The project that the API key belongs to."""

@@ -20,6 +20,10 @@ Content = bytes | bytearray | str | IO[bytes] | Iterable[bytes]
 """What can be written: bytes, text (as UTF-8), an open binary file, or an iterable of bytes."""
 
 
+Listener = Callable[[T], None]
+"""Called with each of many things."""
+
+
 def sleep(seconds: float) -> None:
     """Wait."""
     time.sleep(seconds)
@@ -28,6 +32,11 @@ def sleep(seconds: float) -> None:
 def call(callback: OutputCallback, text: str) -> None:
     """Call back."""
     callback(text)
+
+
+def tell(listener: Listener[T], value: T) -> None:
+    """Call a listener."""
+    listener(value)
 
 
 def in_thread(function: Callable[[], T]) -> T:
