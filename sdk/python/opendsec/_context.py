@@ -40,12 +40,8 @@ class PackedContext(msgspec.Struct):
     size_bytes: int
 
 
-def pack_context(directory: Path, dockerfile: Path | None = None) -> PackedContext:
+def pack_context(directory: Path) -> PackedContext:
     """Pack what ``.dockerignore`` leaves of a directory.
-
-    Args:
-        directory: The context.
-        dockerfile: ``<dockerfile>.dockerignore`` beside it comes first, as with docker.
 
     Raises:
         InvalidRequest: not a directory, or it cannot be read.
@@ -60,7 +56,7 @@ def pack_context(directory: Path, dockerfile: Path | None = None) -> PackedConte
             gzip.GzipFile(fileobj=archive, mode="wb", compresslevel=1, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
         ):
-            for path in _wanted(directory, dockerfile):
+            for path in _wanted(directory):
                 _add(tar, path, path.relative_to(directory).as_posix())
                 count += 1
         size_bytes = archive.tell()
@@ -91,9 +87,9 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
         tar.addfile(member)
 
 
-def _wanted(directory: Path, dockerfile: Path | None) -> Iterator[Path]:
+def _wanted(directory: Path) -> Iterator[Path]:
     """Paths below a directory, parents first, in a fixed order. Links are not followed."""
-    ignored = _patterns(directory, dockerfile)
+    ignored = _patterns(directory)
     for root, folders, files in os.walk(directory):
         folders.sort()
         here = Path(root)
@@ -106,16 +102,12 @@ def _wanted(directory: Path, dockerfile: Path | None) -> Iterator[Path]:
                 yield path
 
 
-def _patterns(directory: Path, dockerfile: Path | None) -> pathspec.PathSpec[Any]:
+def _patterns(directory: Path) -> pathspec.PathSpec[Any]:
     # At first use: most programs build nothing.
     import pathspec
 
-    lines: list[str] = []
-    beside = dockerfile.with_name(f"{dockerfile.name}{IGNORE_FILE}") if dockerfile else None
-    for candidate in (beside, directory / IGNORE_FILE):
-        if candidate is not None and candidate.is_file():
-            lines = candidate.read_text(errors="replace").splitlines()
-            break
+    ignore = directory / IGNORE_FILE
+    lines = ignore.read_text(errors="replace").splitlines() if ignore.is_file() else []
     return pathspec.PathSpec.from_lines("gitignore", [_anchored(line) for line in lines])
 
 
