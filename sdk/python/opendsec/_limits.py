@@ -18,6 +18,12 @@ STATE_TIMEOUT_S = 300.0
 PACK_TIMEOUT_S = 1_800.0
 """All that a sandbox wrote is read, compressed and written."""
 
+PULL_TIMEOUT_S = 4_000.0
+"""Above the hour that the server gives a pull or push."""
+
+PULL_LOOK_INTERVAL_S = 0.5
+"""How often the command line asks how far a pull is."""
+
 HEALTH_TIMEOUT_S = 5.0
 PROBE_PAUSES_S = (0.25, 0.5, 1.0)
 """After a broken stream the sandbox's health is asked for again after these pauses: a restarted
