@@ -39,7 +39,7 @@ _NOT_FORWARDED = frozenset(
 )
 
 # How the agent says that it could not load a program, with the number of Linux's error.
-_CANNOT_RUN = re.compile(r"cannot run '.*': .* \(os error (\d+)\)\Z", re.DOTALL)
+_CANNOT_RUN = re.compile(r"cannot run '.*': .* \(os error (\d+)\)(?:; [^\n]*)?\Z", re.DOTALL)
 _NO_SUCH_PROGRAM = frozenset({2, 20})  # ENOENT, ENOTDIR
 
 _BY_STATUS: dict[int, type[e.OpendsecError]] = {
