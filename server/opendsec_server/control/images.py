@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import structlog
@@ -30,8 +31,6 @@ from opendsec_server.contract.images import (
     RegistryAuth,
 )
 from opendsec_server.contract.node import NodeClient
-from opendsec_server.store import templates
-from opendsec_server.store.store import Store
 
 from .attempts import Attempts
 from .iam import Caller, Iam
@@ -44,11 +43,15 @@ KEEP_INTERVAL_S = 60.0
 """How often the node is told which images templates stand on."""
 
 
+InUse = Callable[[], Awaitable[set[str]]]
+"""Asks for the digests that templates, and builds under way, stand on."""
+
+
 class Images:
     """Lists, pulls, removes and pushes images for callers."""
 
-    def __init__(self, store: Store, node: NodeClient, iam: Iam) -> None:
-        self._store = store
+    def __init__(self, node: NodeClient, iam: Iam, in_use: InUse) -> None:
+        self._in_use = in_use
         self._node = node
         self._iam = iam
         self._attempts: Attempts[ImageInfo] = Attempts("pull")
@@ -76,7 +79,7 @@ class Images:
                 log.warning("node not told what templates stand on", error=exc.message)
 
     async def _tell_kept(self) -> None:
-        await self._node.images.keep(sorted(await templates.images_of_builds(self._store)))
+        await self._node.images.keep(sorted(await self._in_use()))
 
     async def list(self, caller: Caller) -> list[ImageInfo]:
         """The images that the caller may see, the oldest first."""
@@ -126,7 +129,7 @@ class Images:
                 remediation="Have it removed with a key of the installation's first project.",
             )
         one_of_several = len(image.names) > 1 and _DIGEST_RE.fullmatch(name) is None
-        if not one_of_several and image.digest in await templates.images_of_builds(self._store):
+        if not one_of_several and image.digest in await self._in_use():
             raise ImageInUse(
                 f"a template stands on the image `{name}`",
                 remediation="Delete the template first.",
@@ -146,7 +149,7 @@ class Images:
                 "images belong to all projects",
                 remediation="Prune with a key of the installation's first project.",
             )
-        keep = sorted(await templates.images_of_builds(self._store))
+        keep = sorted(await self._in_use())
         return await self._node.images.prune(unused_for_s=unused_for_s, keep=keep)
 
     async def push(

@@ -97,7 +97,7 @@ class Services:
             metrics=self.metrics,
         )
         self.packing = Packing(node, self.lifecycle, self.metrics)
-        self.images = Images(store, node, self.iam)
+        self.images = Images(node, self.iam, self.builds.images_in_use)
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(
             store=store,

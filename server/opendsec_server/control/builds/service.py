@@ -361,6 +361,8 @@ class Builds:
         )
         if await store_templates.finish_build(self._store, ready):
             self._templates.forget()
+            # Before the node's next clean-up: nothing else stands on the image yet.
+            await self._node.images.keep(sorted(await self.images_in_use()))
             build_log.write("the template is ready", step="finalize")
             log.info("build ready", build_id=build.build_id, image=shape.image)
 

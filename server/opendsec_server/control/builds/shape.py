@@ -189,9 +189,11 @@ def prepare_argv(shape: Shape) -> tuple[str, ...]:
     lines = [ADD_USER_FUNCTION] if shape.users else []
     lines += [f"add_user {shlex.quote(name)}" for name in shape.users]
     for path, owner in shape.directories:
-        quoted = shlex.quote(path)
+        place, whose = shlex.quote(path), shlex.quote(owner)
+        # A colon gives it to the user's group too; ids without an entry have none.
         lines.append(
-            f"[ -d {quoted} ] || {{ mkdir -p {quoted} && chown {shlex.quote(owner)} {quoted}; }}"
+            f"[ -d {place} ] || {{ mkdir -p {place} && "
+            f"{{ chown {whose}: {place} || chown {whose} {place}; }}; }}"
         )
     return ("/bin/sh", "-ec", "\n".join(lines))
 
