@@ -222,6 +222,7 @@ class Lifecycle:
         """Never raises: the outcome is in the box."""
         try:
             await self.save(box)
+            begun = time.time()
             with self._snapshots.held(box.spec.snapshot_id):
                 await self._prepare(box)
                 async with self.turn(box) as deadline:
@@ -231,6 +232,9 @@ class Lifecycle:
             # Others need not wait for it.
             await self.programs.run(box)
             check_abort(box)
+            if box.spec.start is not None:
+                # Its time begins when it can be used.
+                box.record.end_at += time.time() - begun
             await self.move(box, State.RUNNING, cause="create")
         except Exception as exc:
             await self._start_failed(box, exc)

@@ -95,6 +95,7 @@ class StartPrograms:
         Raises:
             StartCommandFailed: it cannot be run, or ended other than with 0 before it was ready.
             StartCommandTimeout: it was not ready in time.
+            SandboxStartFailed: the guest agent went away meanwhile.
         """
         start = box.spec.start
         if start is None or box.start_in_memory or box.abort_reason is not None:
@@ -149,6 +150,11 @@ class _Watch:
             ) from exc
         except StartCommandFailed:
             raise
+        except AgentUnresponsive as exc:
+            raise SandboxStartFailed(
+                f"{exc.message}, before the start command was ready. "
+                f"It printed: {self._output.tail()}"
+            ) from exc
         except OpendsecError as exc:
             raise StartCommandFailed(
                 f"the start command `{self._name}`: {exc.message}. "

@@ -27,8 +27,10 @@ from opendsec_server.contract.errors import (
     NotSupported,
     OpendsecError,
     ResumeFailed,
+    SandboxStartFailed,
     SnapshotFailed,
     SnapshotNotFound,
+    StartTimeout,
     StateConflict,
 )
 from opendsec_server.contract.node import PauseReport, Snapshot, StateMode
@@ -41,7 +43,6 @@ from .lifecycle import Lifecycle, check_abort
 from .process import finish_in_thread
 from .sandbox import Operation, Sandbox, status_of
 from .services import Services
-from .start import StartCommandFailed, StartCommandTimeout
 from .storage.pool import SNAPSHOT_MEMORY
 from .storage.reflink import clone_tree
 
@@ -456,7 +457,7 @@ def _as_failure(exc: Exception, what: str) -> OpendsecError:
 
 
 def _as_resume_failure(exc: Exception) -> OpendsecError:
-    if isinstance(exc, (StartCommandFailed, StartCommandTimeout)):
+    if isinstance(exc, (SandboxStartFailed, StartTimeout)):
         return ResumeFailed(exc.message, remediation=exc.remediation)
     if isinstance(exc, OpendsecError):
         return exc

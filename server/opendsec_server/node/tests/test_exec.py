@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import io
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opendsec_server.contract.node import SandboxSpec
+from opendsec_server.node.exec import exec_events
 
 from .machine import CallError, NodeProcess
 
@@ -61,6 +66,81 @@ async def test_the_whole_tree_dies_at_the_time_out(node: NodeProcess) -> None:
     assert (done["exit_code"], done["timed_out"]) == (None, True)
     left = await run(node, spec, "pgrep", "-f", "sleep 98")
     assert left["exit_code"] == 1
+
+
+async def test_a_slow_reader_holds_the_program_back(node: NodeProcess) -> None:
+    spec = await node.create()
+    route = await node.call("route", spec.sandbox_id)
+    events = exec_events(route["address"], spec, ("yes",), timeout_s=60)
+    assert (await anext(events)).data.startswith(b"y\ny\n")
+    written = "sed -n 's/^wchar: //p' /proc/$(pgrep -x yes)/io"
+    await asyncio.sleep(1)
+    first = (await node.exec(spec, written))[1]
+    await asyncio.sleep(1)
+    assert (await node.exec(spec, written))[1] == first
+    assert int(first) < 4 << 20
+    for _ in range(100):
+        await anext(events)
+    await events.aclose()
+
+
+async def test_archives(node: NodeProcess, tmp_path: Path) -> None:
+    spec = await node.create()
+    archive = tmp_path / "files.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, text in (("src/a", "a"), ("src/sub/b", "b"), ("other", "o")):
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(text), 0o600
+            tar.addfile(info, io.BytesIO(text.encode()))
+
+    async def unpack(source: str, target: str, user: str = "user", mode: int | None = None) -> None:
+        options = {"source": source, "target": target, "user": user, "mode": mode}
+        await node.call("unpack", spec.sandbox_id, str(archive), **options)
+
+    await unpack("src", "/opt/copied/")
+    await unpack("other", "/opt/named", user="root", mode=0o755)
+    seen = await node.exec(
+        spec, "cd /opt; find copied -type f | sort; stat -c '%U %a' named", "root"
+    )
+    assert "b" in seen[1] and "root 755" in seen[1], seen
+    for source, target, user in (
+        ("missing", "/x", "user"),
+        ("src", "/x", "no-such-user"),
+        ("src", "relative", "user"),
+    ):
+        with pytest.raises(CallError) as error:
+            await unpack(source, target, user)
+        assert error.value.code == "invalid_request", (source, target, user)
+    archive.write_bytes(b"no archive" * 1000)
+    with pytest.raises(CallError) as error:
+        await unpack("src", "/x")
+    assert error.value.code == "invalid_request"
+    archive.write_bytes(b"no archive" * 1_000_000)
+    with pytest.raises(CallError) as error:
+        await unpack("src", "/x")
+    assert error.value.code == "invalid_request"
+    archive.unlink()
+    with pytest.raises(CallError) as error:
+        await unpack("src", "/x")
+    assert error.value.code == "invalid_request"
+
+
+async def test_no_room_for_an_archive(node: NodeProcess, tmp_path: Path) -> None:
+    spec = await node.create(disk_mb=64)
+    archive = tmp_path / "big.tar"
+    with tarfile.open(archive, "w") as tar:
+        info = tarfile.TarInfo("big")
+        info.size = 200 << 20
+        with (tmp_path / "big").open("w+b") as file:
+            file.truncate(info.size)
+            tar.addfile(info, file)
+    with pytest.raises(CallError) as error:
+        await node.call(
+            "unpack", spec.sandbox_id, str(archive), source="big", target="/big", user="root",
+            mode=None,
+        )  # fmt: skip
+    assert error.value.code == "node_full"
+    assert (await run(node, spec, "echo", "lives"))["stdout"] == b"lives\n"
 
 
 async def test_the_sandbox_goes_away(node: NodeProcess) -> None:
