@@ -94,7 +94,8 @@ pub fn check_file_access(
     }
 }
 
-/// The user name of `Authorization: Basic base64("name:")`, if there is one.
+/// The user name of `Authorization: Basic base64("name:")`, if there is one. The name may be
+/// `name:group`; there are no passwords, so the last colon ends it.
 pub fn basic_user(headers: &HeaderMap) -> Option<String> {
     let value = headers.get(AUTHORIZATION)?.to_str().ok()?;
     let (scheme, rest) = value.split_once(' ')?;
@@ -102,7 +103,7 @@ pub fn basic_user(headers: &HeaderMap) -> Option<String> {
         return None;
     }
     let text = String::from_utf8(STANDARD.decode(rest.trim()).ok()?).ok()?;
-    let (name, _password) = text.split_once(':')?;
+    let (name, _password) = text.rsplit_once(':')?;
     (!name.is_empty()).then(|| name.to_owned())
 }
 

@@ -260,10 +260,10 @@ fn terminals() {
     assert_eq!(decode(&first["event"]["data"]["pty"]), b"30 100\r\n");
     let resize = json!({"process": {"pid": pid}, "pty": {"size": {"cols": 120, "rows": 40}}});
     assert_eq!(agent.unary("process.Process/Update", resize).0, 200);
-    let input = json!({"process": {"pid": pid}, "input": {"pty": encode(b"go\n")}});
-    assert_eq!(agent.unary("process.Process/SendInput", input).0, 200);
     let close = json!({"process": {"pid": pid}});
     assert_eq!(agent.unary("process.Process/CloseStdin", close).0, 500);
+    let input = json!({"process": {"pid": pid}, "input": {"pty": encode(b"go\n")}});
+    assert_eq!(agent.unary("process.Process/SendInput", input).0, 200);
     let mut text = String::new();
     loop {
         let (_, message) = stream.next();

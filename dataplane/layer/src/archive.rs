@@ -376,7 +376,7 @@ impl<R: BufRead> Archive<R> {
         } else {
             return Ok(());
         };
-        if numbers.len() % 2 != 0 {
+        if !numbers.len().is_multiple_of(2) {
             return Err(bad_sparse());
         }
         let pieces: Vec<(u64, u64)> = numbers.chunks(2).map(|pair| (pair[0], pair[1])).collect();

@@ -5,6 +5,9 @@ use std::io;
 
 use rustix::io::Errno;
 
+/// As much of a path as an error shows.
+const ENTRY_BYTES_MAX: usize = 300;
+
 /// An error, or what was wanted.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -87,7 +90,8 @@ impl Error {
     /// The same error, about this path unless it names one already.
     pub fn at(mut self, path: &[u8]) -> Self {
         if self.entry.is_none() {
-            self.entry = Some(String::from_utf8_lossy(path).into_owned());
+            let shown = &path[..path.len().min(ENTRY_BYTES_MAX)];
+            self.entry = Some(String::from_utf8_lossy(shown).into_owned());
         }
         self
     }

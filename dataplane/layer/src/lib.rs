@@ -31,3 +31,6 @@ pub const NAME_BYTES_MAX: usize = 255;
 /// Longest path inside a layer, in bytes: what a call to the kernel takes (`PATH_MAX`), less the
 /// final NUL byte.
 pub const PATH_BYTES_MAX: usize = 4095;
+/// Most directories inside one another. More than any real image has, and few enough that whoever
+/// makes a layer of the tree, or removes it, may do so by recursion.
+pub const DEPTH_MAX: usize = 512;

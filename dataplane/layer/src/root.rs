@@ -17,7 +17,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
-use crate::{NAME_BYTES_MAX, PATH_BYTES_MAX};
+use crate::{DEPTH_MAX, NAME_BYTES_MAX, PATH_BYTES_MAX};
 
 /// Mode of directories that are made on the way to an entry and that no entry describes.
 pub const DIR_MODE: u32 = 0o755;
@@ -32,6 +32,7 @@ const DIR_FLAGS: OFlags = OFlags::RDONLY
 /// Errors: `Invalid` for `..`, NUL bytes and names or paths that are too long.
 pub fn clean(path: &[u8]) -> Result<Vec<u8>> {
     let mut out = Vec::with_capacity(path.len());
+    let mut depth = 0;
     for part in path.split(|byte| *byte == b'/') {
         match part {
             b"" | b"." => continue,
@@ -48,10 +49,15 @@ pub fn clean(path: &[u8]) -> Result<Vec<u8>> {
         if part.contains(&0) {
             return Err(Error::invalid("a path with a NUL byte").at(path));
         }
+        depth += 1;
         if !out.is_empty() {
             out.push(b'/');
         }
         out.extend_from_slice(part);
+    }
+    if depth > DEPTH_MAX {
+        let what = format!("{depth} directories inside one another; {DEPTH_MAX} are the most");
+        return Err(Error::invalid(what));
     }
     if out.len() > PATH_BYTES_MAX {
         let what = format!(
@@ -152,14 +158,17 @@ impl Root {
         }
     }
 
-    /// Links can make a path far longer than it looks; a tree that no call can name could hardly
-    /// be removed again.
+    /// Links can make a path far longer and deeper than it looks; a tree that no call can name could
+    /// hardly be removed again.
     fn require_short(&self, dir: &OwnedFd) -> rustix::io::Result<()> {
         let real = |fd: &OwnedFd| {
             let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
-            readlinkat(CWD, link, Vec::new()).map(|path| path.to_bytes().len())
+            let path = readlinkat(CWD, link, Vec::new())?.into_bytes();
+            let depth = path.iter().filter(|byte| **byte == b'/').count();
+            Ok::<_, Errno>((path.len(), depth))
         };
-        if real(dir)? > real(&self.dir)? + PATH_BYTES_MAX - NAME_BYTES_MAX {
+        let (top, at) = (real(&self.dir)?, real(dir)?);
+        if at.0 > top.0 + PATH_BYTES_MAX - NAME_BYTES_MAX || at.1 > top.1 + DEPTH_MAX {
             return Err(Errno::NAMETOOLONG);
         }
         Ok(())
@@ -239,7 +248,7 @@ fn on_the_way(err: Errno) -> Error {
     Error::of_path("a directory of this path cannot be entered", err)
 }
 
-/// Removes a directory with everything below it, without recursion: it may be thousands deep.
+/// Removes a directory with everything below it, without recursion.
 ///
 /// Errors: what the kernel says.
 pub fn remove_tree(parent: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<()> {
@@ -311,7 +320,11 @@ mod tests {
         }
         assert!(clean(&[b'n'; 255]).is_ok());
         assert!(clean(&[b'n'; 256]).is_err());
-        assert!(clean("ab/".repeat(1366).as_bytes()).is_err());
+        assert!(clean("a/".repeat(512).as_bytes()).is_ok());
+        assert!(clean("a/".repeat(513).as_bytes()).is_err());
+        let long = format!("{}/", "n".repeat(255));
+        assert!(clean(long.repeat(15).as_bytes()).is_ok());
+        assert!(clean(long.repeat(17).as_bytes()).is_err());
         assert_eq!(split(b"a/b/c"), Some((&b"a/b"[..], &b"c"[..])));
         assert_eq!(split(b"a"), Some((&b""[..], &b"a"[..])));
         assert_eq!(split(b""), None);

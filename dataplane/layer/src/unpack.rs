@@ -153,7 +153,7 @@ impl Unpacker {
         match entry.kind {
             EntryKind::Dir => self.dir(parent, name, &path, entry),
             EntryKind::File => {
-                let file = self.replacing(parent, name, |parent, name| create(parent, name))?;
+                let file = self.replacing(parent, name, create)?;
                 fill(&file)?;
                 self.attributes(&Node::Open(file.as_fd()), entry)?;
                 let times = times(entry.mtime);

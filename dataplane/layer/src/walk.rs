@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use rustix::fs::{
     CWD, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, getxattr, listxattr, major, minor,
@@ -16,11 +16,11 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use crate::PATH_BYTES_MAX;
 use crate::archive::{Entry, EntryKind, Limits};
 use crate::error::{Error, Kind, Result};
 use crate::exclude::Exclude;
 use crate::xattrs::{self, Upper};
+use crate::{DEPTH_MAX, PATH_BYTES_MAX};
 
 /// Largest value of an extended attribute (`XATTR_SIZE_MAX`), and of a list of names.
 const XATTR_BYTES_MAX: usize = 64 * 1024;
@@ -87,15 +87,8 @@ impl Source {
     /// Errors: `Invalid` for what no layer can hold, `Limit`, what the system says, and those of
     /// `visit`.
     pub fn walk(&mut self, mut visit: impl FnMut(Item) -> Result<()>) -> Result<()> {
-        let top = self.item(
-            Vec::new(),
-            c".",
-            &self
-                .top
-                .as_fd()
-                .try_clone_to_owned()
-                .map_err(|err| Error::system("cannot open the directory", err))?,
-        )?;
+        let top = self.open(b"")?;
+        let top = self.item(Vec::new(), c".", &top)?;
         if let Some(top) = top {
             visit(top)?;
         }
@@ -114,8 +107,10 @@ impl Source {
             if self.exclude.hits(&path) {
                 continue;
             }
-            if path.len() > PATH_BYTES_MAX {
-                return Err(Error::invalid("a path that is too long for a layer").at(&path));
+            let too_deep = path.iter().filter(|byte| **byte == b'/').count() >= DEPTH_MAX;
+            if too_deep || path.len() > PATH_BYTES_MAX {
+                let what = "a path that is too long or too deep for a layer";
+                return Err(Error::invalid(what).at(&path));
             }
             if parent
                 .as_ref()

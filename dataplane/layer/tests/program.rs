@@ -286,11 +286,14 @@ fn a_hostile_upper_directory() {
 #[test]
 fn a_very_deep_upper_directory() {
     let upper = World::new();
-    let deep = "d/".repeat(1500);
+    let deep = "d/".repeat(opendsec_layer::DEPTH_MAX);
     fs::create_dir_all(upper.at(&deep)).unwrap();
     let lower = World::new();
     report(&copy(&upper.root(), &lower.root(), &[]));
     assert!(lower.at(&deep).is_dir());
+    fs::create_dir_all(upper.at(&format!("{deep}/deeper"))).unwrap();
+    let output = copy(&upper.root(), &World::new().root(), &[]);
+    assert_eq!(code(&output), 3, "{output:?}");
 }
 
 #[test]

@@ -70,11 +70,16 @@ pub struct Outcome {
 impl Agent {
     /// Starts an agent that waits for its `/init`.
     pub fn start_bare() -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_opendsec-agent"))
+        let child = Command::new(env!("CARGO_BIN_EXE_opendsec-agent"))
             .args(["--listen", "127.0.0.1:0"])
             .stderr(Stdio::piped())
             .spawn()
             .expect("the agent starts");
+        Self::of_child(child)
+    }
+
+    /// Takes an agent that has been started with a pipe for its standard error.
+    pub fn of_child(mut child: Child) -> Self {
         let mut line = String::new();
         BufReader::new(child.stderr.take().unwrap())
             .read_line(&mut line)
@@ -108,6 +113,12 @@ impl Agent {
         let answer = agent.send("POST", "/init", &[], init.to_string().as_bytes());
         assert_eq!(answer.status, 204);
         agent
+    }
+
+    /// Ends it and waits for that.
+    pub fn stop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 
     pub fn pid(&self) -> u32 {
@@ -222,8 +233,7 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.stop();
         let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
@@ -269,6 +279,13 @@ pub fn own_user() -> String {
     line.and_then(|line| line.split(':').next())
         .expect("a user name")
         .to_owned()
+}
+
+/// What `Authorization` says for a user.
+pub fn basic(user: &str) -> String {
+    use base64::Engine;
+    let encoded = base64::engine::general_purpose::STANDARD.encode(format!("{user}:"));
+    format!("Basic {encoded}")
 }
 
 pub fn frame(message: &Value) -> Vec<u8> {
