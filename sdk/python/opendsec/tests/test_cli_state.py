@@ -259,3 +259,46 @@ def test_doctor_without_root_skips_the_machine(monkeypatch: pytest.MonkeyPatch) 
     (check,) = _doctor._machine_checks()
     assert (check.status, check.remedy) == ("skip", "sudo opendsec doctor")
     assert "root" in check.detail
+
+
+IMAGE = {
+    "digest": "sha256:" + "a" * 64,
+    "names": ["mine:latest"],
+    "layers": ["b" * 64],
+    "config": {},
+}
+
+
+def test_pack(ready: FakeServer) -> None:
+    ready.on("POST", f"{ONE}/pack", Answer(201, IMAGE))
+    plain = cli(ready, "pack", SANDBOX_ID)
+    assert plain.stdout.decode().split() == [IMAGE["digest"]]
+    options = ("--name", "mine", "--squash", "--no-scrub", "--json")
+    told = json.loads(cli(ready, "pack", *options, SANDBOX_ID).stdout)
+    assert (told["digest"], told["names"]) == (IMAGE["digest"], ["mine:latest"])
+    assert [a.json for a in ready.of("POST", f"{ONE}/pack")] == [
+        {"squash": False, "scrub": True},
+        {"squash": True, "scrub": False, "name": "mine"},
+    ]
+    ready.on("POST", f"{ONE}/pack", Answer(501, error("not_supported")))
+    assert cli(ready, "pack", SANDBOX_ID).returncode == 1
+
+
+def test_create_from_an_image(ready: FakeServer) -> None:
+    done = cli(ready, "run", "--image", "alpine", "--layer", "a", "--layer", "b", "--", "true")
+    assert done.returncode == 0, done.stderr
+    for text in ("8080", "http://localhost/x", "test -e /up"):
+        assert (
+            cli(ready, "create", "--image", "alpine", "--start-image", "--ready", text).returncode
+            == 0
+        )
+    bodies = [a.json for a in ready.of("POST", "/v1/sandboxes")]
+    assert (bodies[0]["image"], bodies[0]["layers"]) == ("alpine", ["a", "b"])
+    assert "start_image" not in bodies[0]
+    assert all(body["start_image"] for body in bodies[1:])
+    assert [body["ready"] for body in bodies[1:]] == [
+        {"port": 8080},
+        {"url": "http://localhost/x"},
+        {"command": "test -e /up"},
+    ]
+    assert cli(ready, "create", "--image", "alpine", "--template", "x").returncode == 2
