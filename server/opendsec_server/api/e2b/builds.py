@@ -65,13 +65,13 @@ async def upload_address(
 @post("/v2/templates/{template_id:str}/builds/{build_id:str}")
 async def start_build(
     request: Request, template_id: FromPath[str], build_id: FromPath[str]
-) -> Response[None]:
+) -> Response[bytes]:
     """``POST /v2/templates/{id}/builds/{id}``: 202; the build goes on by itself."""
     body = await read_json(request, _start)
     services = services_of(request)
     build = await _build(request, template_id, build_id)
     await services.builds.start(caller_of(request), build, convert.plan_of(body))
-    return Response(None, status_code=202)
+    return Response(b"", status_code=202)
 
 
 @get("/templates/{template_id:str}/builds/{build_id:str}/status")

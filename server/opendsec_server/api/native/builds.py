@@ -131,12 +131,12 @@ async def upload_address(
     ),
     status_code=202,
 )
-async def start_build(request: Request, build_id: FromPath[str]) -> Response[None]:
+async def start_build(request: Request, build_id: FromPath[str]) -> Response[bytes]:
     body = await read_json(request, _start)
     services, caller = services_of(request), caller_of(request)
     build = await services.builds.by_id(caller, segment(build_id))
     await services.builds.start(caller, build, _plan_of(body))
-    return Response(None, status_code=202)
+    return Response(b"", status_code=202)
 
 
 def _plan_of(body: schemas.StartBuild) -> BuildPlan:

@@ -502,7 +502,8 @@ class Runner:
 
     def _title(self, stage: Stage, number: int, total: int, step: BuildStep) -> str:
         name = stage.name if len(self._plan.stages) > 1 else "builder"
-        return f"[{name} {number}/{total}] {step.type} {' '.join(step.args)[:500]}"
+        words = " ".join(word for word in step.args if word)[:500]
+        return f"[{name} {number}/{total}] {step.type} {words}"
 
 
 def _relative(source: str) -> str:

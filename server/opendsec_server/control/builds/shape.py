@@ -36,6 +36,8 @@ taken() { while IFS=: read -r _ _ number _; do [ "$number" != "$1" ] || return 0
   return 1; }
 mkdir -p /etc
 for file in passwd group; do [ -e "/etc/$file" ] || : >"/etc/$file"; done
+has root /etc/passwd || echo "root:x:0:0:root:/root:/bin/sh" >>/etc/passwd
+has root /etc/group || echo "root:x:0:" >>/etc/group
 if has "$name" /etc/passwd; then exit 0; fi
 id=1000
 while taken "$id" /etc/passwd || taken "$id" /etc/group; do id=$((id + 1)); done
@@ -191,10 +193,9 @@ def prepare_argv(shape: Shape) -> tuple[str, ...]:
     for path, owner in shape.directories:
         place, whose = shlex.quote(path), shlex.quote(owner)
         # A colon gives it to the user's group too; ids without an entry have none.
-        lines.append(
-            f"[ -d {place} ] || {{ mkdir -p {place} && "
-            f"{{ chown {whose}: {place} || chown {whose} {place}; }}; }}"
-        )
+        give = f"{{ chown {whose}: {place} || chown {whose} {place}; }}"
+        make = f"mkdir -p {place}" if owner == "root" else f"{{ mkdir -p {place} && {give}; }}"
+        lines.append(f"[ -d {place} ] || {make}")
     return ("/bin/sh", "-ec", "\n".join(lines))
 
 
