@@ -38,21 +38,24 @@ class AuthOptions:
 
 
 def auth_file_of(configured: str | None) -> Path | None:
-    """The node's own file of credentials: as configured, or root's docker configuration.
-
-    Raises:
-        ConfigError: the configured one does not exist.
-    """
+    """The node's own file of credentials: as configured, or root's docker configuration."""
     if configured is not None:
-        path = Path(configured)
-        if not path.is_file():
-            raise ConfigError(f"registry_auth_file: there is no file {path}")
-        return path
+        return Path(configured)
     try:
         path = Path.home() / ".docker/config.json"
     except RuntimeError:
         return None
     return path if path.is_file() else None
+
+
+def check(configured: str | None) -> None:
+    """At the node's start.
+
+    Raises:
+        ConfigError: the configured file does not exist.
+    """
+    if configured is not None and not Path(configured).is_file():
+        raise ConfigError(f"registry_auth_file: there is no file {configured}")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from opendsec_server.contract.images import LAYERS_MAX
 
 from . import convert, limits
-from .store import Hold, ImageStore, distinct
+from .store import Hold, ImageStore
 
 _VERSION = 1
 """Raise it when the same layers become another file."""
@@ -59,7 +59,7 @@ async def collapse(
     Raises:
         NodeFull: no room.
     """
-    have = list(distinct(layers))
+    have = list(await asyncio.to_thread(store.visible, layers))
     if len(have) <= most:
         return have
     count = len(have) - most + 1

@@ -48,11 +48,13 @@ class Unpacked:
         diff: ``sha256:…`` of the tar itself.
         size_bytes: Of its files.
         entries: How many there are.
+        opaque_root: It hides everything below it.
     """
 
     diff: str
     size_bytes: int
     entries: int
+    opaque_root: bool
 
 
 async def unpack(
@@ -106,7 +108,9 @@ async def unpack(
     code = process.returncode
     if code == 0:
         told = json.loads(out.splitlines()[-1])
-        return Unpacked(told["diff"], int(told["bytes"]), int(told["entries"]))
+        return Unpacked(
+            told["diff"], int(told["bytes"]), int(told["entries"]), bool(told["opaque_root"])
+        )
     raise _layer_error(code, err, bytes_max)
 
 

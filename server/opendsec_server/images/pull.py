@@ -224,7 +224,7 @@ class Puller:
                 tree, source=file, bytes_max=bytes_max,
                 stall_s=self._config.registry_stall_s,
             )  # fmt: skip
-            await self._make(tree, scratch / "layer", hold, unpacked.diff)
+            await self._make(tree, scratch / "layer", hold, unpacked)
             return await asyncio.to_thread(
                 self._store.put, hold.layers, ImageConfig(), names=[name]
             )
@@ -338,14 +338,20 @@ class Puller:
             async with self._fetching:
                 unpacked = await self._unpack(source, diff, part, tree, progress, budget)
             budget.spend(unpacked.size_bytes)
-            await self._make(tree, scratch / "layer", hold, diff)
+            await self._make(tree, scratch / "layer", hold, unpacked)
 
-    async def _make(self, tree: Path, target: Path, hold: Hold, diff: str) -> None:
+    async def _make(self, tree: Path, target: Path, hold: Hold, unpacked: convert.Unpacked) -> None:
         async with self._making:
             await convert.make_erofs(tree, target)
         await asyncio.gather(
             asyncio.to_thread(shutil.rmtree, tree, ignore_errors=True),
-            asyncio.to_thread(self._store.adopt, target, hold=hold, key=diff),
+            asyncio.to_thread(
+                self._store.adopt,
+                target,
+                hold=hold,
+                key=unpacked.diff,
+                opaque_root=unpacked.opaque_root,
+            ),
         )
 
     async def _empty_layer(self, hold: Hold) -> None:

@@ -56,15 +56,18 @@ class Layer(msgspec.Struct, kw_only=True, frozen=True):
     """What a layer is.
 
     Attributes:
-        digest: SHA-256 of the EROFS file, hex.
+        digest: SHA-256 of the EROFS file, hex; with ``opaque_root``, of that and a word more.
         size_bytes: Its length.
         diff_id: ``sha256:…`` of the tar it was made of. None: it was not made of one.
+        opaque_root: Nothing of the layers below it shows. An overlay would not see this of a
+            layer's topmost directory.
         created_at: Unix seconds.
     """
 
     digest: str
     size_bytes: int
     diff_id: str | None = None
+    opaque_root: bool = False
     created_at: float
 
 
@@ -228,6 +231,18 @@ class ImageStore:
             raise ImageNotFound(f"layer {layer} is not on this node") from exc
         return msgspec.json.decode(raw, type=Layer)
 
+    def visible(self, layers: Sequence[str]) -> tuple[str, ...]:
+        """Those of an image's layers that can show something, without repetition.
+
+        Raises:
+            ImageNotFound: a layer is not here.
+        """
+        found = distinct(layers)
+        for at in range(len(found) - 1, 0, -1):
+            if self.layer(found[at]).opaque_root:
+                return found[at:]
+        return found
+
     def layers(self) -> list[str]:
         """Every layer (hex)."""
         try:
@@ -319,7 +334,13 @@ class ImageStore:
         hold.layers.append(layer)
 
     def adopt(
-        self, file: Path, *, hold: Hold | None = None, key: str | None = None, diff: bool = True
+        self,
+        file: Path,
+        *,
+        hold: Hold | None = None,
+        key: str | None = None,
+        diff: bool = True,
+        opaque_root: bool = False,
     ) -> str:
         """Take a finished layer file into the store; its digest, hex.
 
@@ -331,8 +352,12 @@ class ImageStore:
             hold: Keeps it until an image was made of it.
             key: What it was made of, for ``layer_of``.
             diff: Whether ``key`` is the digest of a tar.
+            opaque_root: Nothing of what lies below it shows.
         """
         digest = sha256_of(file)
+        if opaque_root:
+            # The file is as that of a layer without it, and must not be taken for one.
+            digest = hashlib.sha256(f"opaque {digest}".encode()).hexdigest()
         sync(file)
         with self._changing():
             if hold is not None:
@@ -346,6 +371,7 @@ class ImageStore:
                     digest=digest,
                     size_bytes=half.stat().st_size,
                     diff_id=key if diff else None,
+                    opaque_root=opaque_root,
                     created_at=time.time(),
                 )
                 write_atomically(target / _LAYER_RECORD, msgspec.json.encode(record))
@@ -369,13 +395,13 @@ class ImageStore:
         """Make an image of layers that are here, and give it names. One that is here is kept.
 
         A layer that occurs twice is kept where it lies highest: overlayfs refuses the same one
-        twice, and what lies below it again cannot show.
+        twice, and what lies below it again cannot show. Nor can what lies below an opaque one.
 
         Raises:
             ImageNotFound: a layer is not here.
         """
         now = time.time() if at is None else at
-        layers = distinct(layers)
+        layers = self.visible(layers)
         digest = image_digest(layers, config)
         with self._changing():
             for layer in layers:

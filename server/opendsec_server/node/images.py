@@ -18,6 +18,7 @@ from opendsec_server.contract.images import (
     PullProgresses,
     RegistryAuth,
 )
+from opendsec_server.images import auth as credentials
 from opendsec_server.images import importing, manifests, references
 from opendsec_server.images.collapse import collapse
 from opendsec_server.images.pull import Puller
@@ -34,6 +35,9 @@ class Images:
         config: Registries and limits.
         in_use: What sandboxes and snapshots name as their images: digests or names.
         unmount: Called with each layer (hex) before its file is removed.
+
+    Raises:
+        ConfigError: a setting contradicts the machine.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Images:
         in_use: Callable[[], Iterable[str]],
         unmount: Callable[[str], None],
     ) -> None:
+        credentials.check(config.registry_auth_file)
         self.store = store
         self._config = config
         self._named_in_use = in_use

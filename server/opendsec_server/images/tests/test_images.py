@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 from pathlib import Path
 
@@ -180,3 +182,51 @@ def test_missing_tool(
     monkeypatch.setattr(subprocess, "run", absent)
     with pytest.raises(base.BaseBuildError, match="mmdebstrap is not installed"):
         base.ensure_base(Config(state_dir=str(tmp_path)))
+
+
+def earlier_store(root: Path) -> str:
+    """A store as earlier versions made it; the layer's digest."""
+    layer = hashlib.sha256(b"layer").hexdigest()
+    write(root / layer / "layer.erofs", "layer")
+    manifest = {
+        "digest": layer,
+        "size_bytes": 5,
+        "recipe": "r",
+        "description": "d",
+        "created_at": 7,
+    }
+    write(root / layer / "manifest.json", json.dumps(manifest))
+    (root / layer / "mnt").mkdir()
+    write(root / "index.json", json.dumps({"base": layer}))
+    write(root / "disks/index.json", "{}")
+    return layer
+
+
+def test_earlier_store_is_taken_over(tmp_path: Path) -> None:
+    layer = earlier_store(tmp_path)
+    store = ImageStore(tmp_path)
+    image = store.find("base")
+    assert (image.layers, image.config.user, image.recipe) == ((layer,), "user", "r")
+    assert store.info(image).size_bytes == 5
+    assert store.mount_path(layer).is_dir()
+    assert (tmp_path / "disks/index.json").exists()
+    assert not (tmp_path / "index.json").exists()
+    assert ImageStore(tmp_path).find("base") == image
+    store.sweep()
+    assert store.find("base") == image
+
+
+def test_taking_over_goes_on_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier_store(tmp_path)
+    real = Path.rename
+
+    def crash(path: Path, target: Path) -> Path:
+        if target.name == "names.json":
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        ImageStore(tmp_path)
+    monkeypatch.undo()
+    assert ImageStore(tmp_path).find("base").recipe == "r"

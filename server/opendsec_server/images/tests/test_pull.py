@@ -326,6 +326,20 @@ def test_more_layers_than_an_overlay_takes(
     assert more.layers[0] == info.layers[0]
 
 
+def test_layer_that_hides_everything_below(
+    world: World, registry: Registry, tmp_path: Path
+) -> None:
+    upper = [Entry(".wh..wh..opq"), Entry("new", b"n")]
+    make_layout(tmp_path / "l", [files(old="o", d_x="x"), tar_of(upper), files(top="t")])
+    images = world.images()
+    info = asyncio.run(images.pull(registry.push(tmp_path / "l", "opaque:1")))
+    assert world.texts(images, info.digest) == {"new": "n", "top": "t"}
+    # A layer of the same files that hides nothing is another one.
+    make_layout(tmp_path / "m", [files(old="o"), tar_of(upper[1:])])
+    other = asyncio.run(images.pull(registry.push(tmp_path / "m", "opaque:2")))
+    assert world.texts(images, other.digest) == {"old": "o", "new": "n"}
+
+
 def test_composition(world: World, registry: Registry, tmp_path: Path) -> None:
     make_layout(
         tmp_path / "base", [files(a="base", b="base")], {"Env": ["A=1", "B=1"], "User": "u"}
