@@ -163,6 +163,6 @@ async def test_a_burst_of_creates(server: Server) -> None:
 
 
 def test_later_features_say_not_yet(server: Server) -> None:
-    for method, path in (("POST", "/v3/templates"), ("POST", "/volumes"), ("POST", "/secrets")):
+    for method, path in (("POST", "/templates"), ("POST", "/volumes"), ("POST", "/secrets")):
         status, _, body = server.request(method, path, {})
         assert status == 501, (path, status, body)

@@ -82,7 +82,7 @@ def sandbox_has_files_and_the_running_command() -> None:
 def second_build_is_cached() -> None:
     lines: list[str] = []
     Template.build(template(), "tour", on_build_logs=lambda entry: lines.append(entry.message))
-    assert sum("(cached)" in line for line in lines) == 8, lines
+    assert sum("(cached)" in line for line in lines) == 7, lines
 
 
 @step
