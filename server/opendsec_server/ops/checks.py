@@ -186,6 +186,7 @@ def check_image_tools() -> Check:
             ("mkfs.erofs", "erofs-utils"),
             ("mmdebstrap", "mmdebstrap"),
             ("mkfs.btrfs", "btrfs-progs"),
+            ("skopeo", "skopeo"),
         )
         if shutil.which(program) is None
     ]
@@ -196,7 +197,7 @@ def check_image_tools() -> Check:
             f"missing: {', '.join(lacking)}",
             f"apt-get install {' '.join(lacking)}",
         )
-    return Check("image tools", "ok", "mkfs.erofs, mkfs.btrfs and mmdebstrap are there")
+    return Check("image tools", "ok", "mkfs.erofs, mkfs.btrfs, mmdebstrap and skopeo are there")
 
 
 def check_full_machines(config: Config) -> Check:
