@@ -251,9 +251,11 @@ class Puller:
                     )
                     if len(set(layers)) > LAYERS_MAX:
                         layers = await collapse(self._store, layers, hold)
-                    return await asyncio.to_thread(
+                    made = await asyncio.to_thread(
                         self._store.put, layers, config, names=[name], source=digest
                     )
+            await self._room.settle(made.digest)
+            return made
         finally:
             if self.running.get(name) is progress:
                 del self.running[name]

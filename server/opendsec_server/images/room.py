@@ -66,11 +66,31 @@ class Room:
         )
         log.info("images_pruned", images=len(report.images), freed_bytes=report.freed_bytes)
         if have - report.freed_bytes + wanted_bytes > self._quota_bytes:
-            raise NodeFull(
-                f"the image store is limited to {self._quota_bytes // _MIB} MiB and full of "
-                "images that are in use",
-                remediation="Remove images, end sandboxes of old ones, or raise image_store_mb.",
-            )
+            raise self._quota_reached()
+
+    async def settle(self, digest: str) -> None:
+        """After a pull: its layers take more than what was sent. Others go for it; if that is not
+        enough, it goes itself.
+
+        Raises:
+            NodeFull: it went.
+        """
+        if not self._quota_bytes:
+            return
+        over = await asyncio.to_thread(self._store.size_bytes) - self._quota_bytes
+        if over <= 0:
+            return
+        report = await self.prune(over_bytes=over, pulled_only=True, keep=[digest])
+        if report.freed_bytes < over and digest not in self.used() | self.keep:
+            await asyncio.to_thread(self._store.remove, [digest])
+            raise self._quota_reached()
+
+    def _quota_reached(self) -> NodeFull:
+        return NodeFull(
+            f"the image store is limited to {self._quota_bytes // _MIB} MiB and full of images "
+            "that are in use",
+            remediation="Remove images, end sandboxes of old ones, or raise image_store_mb.",
+        )
 
     def _check_disk(self, wanted_bytes: int) -> None:
         self._store.root.mkdir(mode=0o700, parents=True, exist_ok=True)

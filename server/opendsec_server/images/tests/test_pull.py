@@ -414,6 +414,20 @@ def test_quota_takes_what_was_used_longest_ago(
         asyncio.run(images.pull(registry.push(tmp_path / "d", "quota/d:1")))
 
 
+def test_layers_that_swell_beyond_the_quota(
+    world: World, registry: Registry, tmp_path: Path
+) -> None:
+    # Of little use to EROFS, which packs it in small pieces, but gzip halves it.
+    noise = b"".join(os.urandom(2048) + bytes(2048) for _ in range(3000))
+    make_layout(tmp_path / "l", [tar_of([Entry("a", os.urandom(20_000) * 300), Entry("b", noise)])])
+    images = world.images(image_store_mb=10)
+    reference = registry.push(tmp_path / "l", "swell:1")
+    with pytest.raises(NodeFull, match="10 MiB"):
+        asyncio.run(images.pull(reference))
+    assert asyncio.run(images.all()) == []
+    assert images.store.layers() == []
+
+
 def test_imports(world: World, tmp_path: Path) -> None:
     make_layout(tmp_path / "in/layout", [files(a="1")], {"User": "me"})
     subprocess.run(
