@@ -10,12 +10,15 @@ import json
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from e2b import BuildException, Sandbox, Template, wait_for_port
 
 IMAGE, CONTEXT = sys.argv[1], Path(sys.argv[2])
+RUN = uuid.uuid4().hex
+"""So that nothing is known of what an earlier run built."""
 passed: list[str] = []
 failed: dict[str, str] = {}
 
@@ -33,7 +36,7 @@ def template() -> object:
     return (
         Template(file_context_path=str(CONTEXT))
         .from_template("base")
-        .set_envs({"COLOUR": "green"})
+        .set_envs({"COLOUR": "green", "RUN": RUN})
         .run_cmd("echo one > ~/one")
         .set_workdir("/home/user/app")
         .copy("a.txt", "b.txt")
@@ -125,7 +128,12 @@ def failing_step_raises() -> None:
 
 @step
 def from_an_image() -> None:
-    built = Template().from_image(IMAGE).run_cmd(["id -un", "pwd", "echo hello > ~/hello"])
+    built = (
+        Template()
+        .from_image(IMAGE)
+        .set_envs({"RUN": RUN})
+        .run_cmd(["id -un", "pwd", "echo hello > ~/hello"])
+    )
     lines: list[str] = []
     Template.build(built, "pulled", on_build_logs=lambda entry: lines.append(entry.message))
     assert "user" in lines, lines
