@@ -36,6 +36,9 @@ PROBE_AFTER_S = 3.0
 PROBE_TIMEOUT_S = 10.0
 """One question of ours to a registry."""
 
+ORPHAN_LAYER_KEPT_S = 300.0
+"""When room is made, layers of failed pulls go if they have waited this long for a repetition."""
+
 DISK_FREE_FLOOR_BYTES = 512 * 1024 * 1024
 """Below this on the store's file system, nothing is pulled or built."""
 

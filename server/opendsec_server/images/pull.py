@@ -94,9 +94,9 @@ class _Source:
         self, look: Callable[[], Awaitable[OpendsecError | None]]
     ) -> tuple[str, bytes, bytes]:
         """Open the image: digest of its manifest, manifest and configuration."""
-        proxy = await self._stack.enter_async_context(self._open_proxy())
 
         async def ask() -> tuple[str, bytes, bytes]:
+            proxy = await self._stack.enter_async_context(self._open_proxy())
             opened = await proxy.open(self._image, limits.MANIFEST_TIMEOUT_S)
             self._free.append((proxy, opened))
             digest, manifest = await proxy.manifest(opened, limits.MANIFEST_TIMEOUT_S)

@@ -117,7 +117,9 @@ class Room:
         # Asked after the look at the disk: whatever came into use meanwhile stays.
         stay = self.used() | self.keep | set(keep)
         gone: list[str] = []
-        layers = freed = 0
+        layers, freed = await asyncio.to_thread(
+            self._store.remove_orphans, limits.ORPHAN_LAYER_KEPT_S
+        )
         for used_at, digest in infos:
             if digest in stay or digest in self.used():
                 continue

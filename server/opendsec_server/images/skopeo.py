@@ -54,9 +54,12 @@ class Blob:
 class Proxy:
     """One running proxy: one call, and one piece of contents, at a time."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, channel: socket.socket, complaints: int
+    ) -> None:
         self._process = process
         self._socket = channel
+        self._complaints = complaints
         self._lock = asyncio.Lock()
 
     async def open(self, image: str, timeout_s: float) -> int:
@@ -134,12 +137,18 @@ class Proxy:
                 self.kill()
                 raise SkopeoTimeout(f"skopeo did not answer {method} in {timeout_s:.0f} s") from exc
             except OSError as exc:
-                raise SkopeoError(f"skopeo ended: {exc}") from exc
+                raise self._ended() from exc
             except asyncio.CancelledError:
                 # Its answer would be taken for that to the next call.
                 self.kill()
                 raise
+        if not data:
+            raise self._ended()
         return _reply(data, fds[0] if fds else None)
+
+    def _ended(self) -> SkopeoError:
+        said = os.pread(self._complaints, _ERROR_CHARS_MAX, 0).decode(errors="replace").strip()
+        return SkopeoError(f"skopeo ended: {said or 'without a word'}")
 
     def kill(self) -> None:
         """End it at once; every call and pipe fails."""
@@ -160,6 +169,7 @@ async def proxy(arguments: tuple[str, ...], fds: tuple[int, ...] = ()) -> AsyncI
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
+    complaints = os.memfd_create("skopeo-stderr", os.MFD_CLOEXEC)
     process = None
     try:
         try:
@@ -167,12 +177,12 @@ async def proxy(arguments: tuple[str, ...], fds: tuple[int, ...] = ()) -> AsyncI
                 *tied([*_program(), "experimental-image-proxy", "--sockfd",
                        str(theirs.fileno()), *arguments]),
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(), *fds),
+                stderr=complaints, pass_fds=(theirs.fileno(), *fds),
                 start_new_session=True,
             )  # fmt: skip
         finally:
             theirs.close()
-        running = Proxy(process, ours)
+        running = Proxy(process, ours, complaints)
         await running._call("Initialize", [], limits.MANIFEST_TIMEOUT_S)
         yield running
     finally:
@@ -180,6 +190,7 @@ async def proxy(arguments: tuple[str, ...], fds: tuple[int, ...] = ()) -> AsyncI
         ours.close()
         if process is not None:
             await _end(process, _END_WAIT_S)
+        os.close(complaints)
 
 
 def _program() -> list[str]:
@@ -231,7 +242,7 @@ def _reply(data: bytes, fd: int | None) -> tuple[Any, int | None, int]:
     except (ValueError, KeyError, TypeError) as exc:
         if fd is not None:
             os.close(fd)
-        raise SkopeoError("skopeo ended, or gave an answer that cannot be read") from exc
+        raise SkopeoError("skopeo gave an answer that cannot be read") from exc
 
 
 def _settle(ready: asyncio.Future[None]) -> None:

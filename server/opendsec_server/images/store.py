@@ -495,6 +495,18 @@ class ImageStore:
                     self._record_path(digest).unlink(missing_ok=True)
             return self._remove_layers(candidates)
 
+    def remove_orphans(self, older_than_s: float) -> tuple[int, int]:
+        """Remove layers that no image has and nobody holds: of pulls that failed, kept for their
+        repetition. How many, and their bytes."""
+        before = time.time() - older_than_s
+        with self._changing():
+            old = set()
+            for layer in self.layers():
+                with contextlib.suppress(FileNotFoundError):
+                    if (self._layer_dir(layer) / _LAYER_RECORD).stat().st_mtime < before:
+                        old.add(layer)
+            return self._remove_layers(old)
+
     def sweep(self) -> None:
         """What a killed daemon left: half-made things, and layers that no image has. Call it
         before anything is pulled or built."""

@@ -19,6 +19,7 @@ import pytest
 from opendsec_server.contract.errors import (
     ImageDamaged,
     ImageNotFound,
+    Internal,
     NodeFull,
     OpendsecError,
     RegistryDenied,
@@ -154,10 +155,38 @@ def test_registry_gone_in_the_middle(
         asyncio.run(images.pull(f"{faults.host}/cut:1"))
     assert_nothing_visible(world)
     assert len(images.store.layers()) == 1, "the layer that was whole is kept"
+    assert asyncio.run(images.prune()).layers == 0, "for a while"
     faults.fault = None
     faults.requests.clear()
     assert asyncio.run(images.pull(f"{faults.host}/cut:1")).layers
     assert blob_of(tmp_path / "l", 0) not in faults.blobs()
+
+
+def test_layers_of_failed_pulls_go_when_room_is_made(
+    world: World, registry: Registry, tmp_path: Path, monkeypatch: Any
+) -> None:
+    whole, broken = files(a="1"), files(b="2")
+    make_layout(tmp_path / "l", [whole, broken], diff_ids=[sha256(whole), sha256(b"other")])
+    images = world.images()
+    with pytest.raises(ImageDamaged):
+        asyncio.run(images.pull(registry.push(tmp_path / "l", "half:1")))
+    images.store.adopt(tmp_path / "l/oci-layout", key=sha256(b"x"))
+    monkeypatch.setattr(limits, "ORPHAN_LAYER_KEPT_S", -1.0)
+    assert asyncio.run(images.prune()).layers >= 1
+    assert images.store.layers() == []
+
+
+def test_skopeo_that_cannot_start(world: World, monkeypatch: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "bin/skopeo"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{broken.parent}:{os.environ['PATH']}")
+    with pytest.raises(OpendsecError):
+        asyncio.run(world.images().pull("127.0.0.1:1/x:1"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Internal, match="not installed"):
+        asyncio.run(world.images().pull("127.0.0.1:1/x:1"))
 
 
 def test_altered_bytes(
