@@ -89,7 +89,9 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
 
 def _wanted(directory: Path) -> Iterator[Path]:
     """Paths below a directory, parents first, in a fixed order. Links are not followed."""
-    ignored = _patterns(directory)
+    patterns = _patterns(directory)
+    decided = {directory: (-1, False)}
+    """For each folder: the last pattern that says something of it, and whether that ignores it."""
     for root, folders, files in os.walk(directory):
         folders.sort()
         here = Path(root)
@@ -98,7 +100,13 @@ def _wanted(directory: Path) -> Iterator[Path]:
             mode = path.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
                 continue
-            if not ignored.match_file(path.relative_to(directory).as_posix()):
+            found = patterns.check_file(path.relative_to(directory).as_posix())
+            decision = decided[here]
+            if found.include is not None and (found.index or 0) >= decision[0]:
+                decision = (found.index or 0, found.include)
+            if stat.S_ISDIR(mode):
+                decided[path] = decision
+            if not decision[1]:
                 yield path
 
 

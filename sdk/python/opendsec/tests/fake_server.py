@@ -212,4 +212,4 @@ class _Handler(BaseHTTPRequestHandler):
             return body
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
-    do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815
