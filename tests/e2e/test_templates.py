@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -29,6 +31,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OLD_PYTHON = ROOT / ".venv-e2b-2.45" / "bin" / "python"
 JS_PACKAGE = HERE / "js" / "node_modules" / "e2b"
+E2B_CLI = HERE / "js" / "node_modules" / ".bin" / "e2b"
 APPLETS = [
     "cat", "chmod", "chown", "cp", "echo", "env", "false", "grep", "id", "ln", "ls", "mkdir", "mv",
     "ps", "pwd", "rm", "sed", "sh", "sleep", "stat", "tar", "test", "touch", "true", "wc",
@@ -98,6 +101,65 @@ def test_javascript_package(server: Server, image: str, tmp_path: Path) -> None:
     results = tour(server, [node, str(HERE / "js" / "templates.mjs"), image, str(tmp_path / "c")])
     assert not results["failed"], "\n".join(results["failed"].values())
     assert len(results["passed"]) == 7  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(240)
+def test_e2b_command_line(server: Server, image: str, tmp_path: Path) -> None:
+    if shutil.which("node") is None or not E2B_CLI.exists():
+        pytest.skip("node or the package @e2b/cli is missing: run tests/run")
+    (tmp_path / "e2b.Dockerfile").write_text(
+        f"FROM {image}\nWORKDIR /srv\nCOPY a.txt /srv/\nRUN cat a.txt > b.txt\n"
+    )
+    (tmp_path / "a.txt").write_text("by e2b\n")
+    environment = {**server.client_environment, "HOME": str(tmp_path / "home")}
+
+    def e2b(*arguments: str) -> str:
+        run = subprocess.run(
+            [str(E2B_CLI), "template", *arguments],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert run.returncode == 0, f"{run.stdout}{run.stderr}{server.log_tail()}"
+        return run.stdout
+
+    options = ("--cpu-count", "1", "--memory-mb", "512", "--ready-cmd", "test -e /tmp/up")
+    built = e2b("create", "by-e2b", *options, "-c", "touch /tmp/up && sleep 1000")
+    assert "cat a.txt > b.txt" in built
+    assert "by-e2b" in e2b("list")
+    e2b("publish", "by-e2b", "-y")
+    listed = json.loads(opendsec(server, "template", "ls", "--json").stdout)
+    assert [t["public"] for t in listed if t["name"] == "by-e2b"] == [True]
+    ran = opendsec(server, "run", "--template", "by-e2b", "--", "cat", "/srv/b.txt", "/tmp/up")
+    assert ran.stdout == "by e2b\n"
+    e2b("delete", "by-e2b", "-y")
+    listed = json.loads(opendsec(server, "template", "ls", "--json").stdout)
+    assert "by-e2b" not in {t["name"] for t in listed}
+
+
+@pytest.mark.timeout(120)
+def test_files_that_are_too_large(server: Server) -> None:
+    """Refused by what is announced; an upload that is cut off leaves nothing."""
+    build_id = server.request_json("POST", "/v1/builds", {"name": "large"})[1]["build_id"]
+    name = "a" * 64
+    url = urlsplit(server.request_json("GET", f"/v1/builds/{build_id}/files/{name}")[1]["url"])
+    for length in (5 << 30, 4_096):
+        connection = http.client.HTTPConnection(url.netloc, timeout=30)
+        connection.putrequest("PUT", f"{url.path}?{url.query}")
+        connection.putheader("Content-Length", str(length))
+        connection.endheaders(b"x" * 1_024)
+        if length > 4_096:
+            assert connection.getresponse().status == 413
+        connection.close()
+    files = server.config.state_path / "builds" / "files"
+    until = time.monotonic() + 10
+    while any(path.is_file() for path in files.rglob(".part-*")):
+        assert time.monotonic() < until, "half a file is left"
+        time.sleep(0.05)
+    assert server.request_json("GET", f"/v1/builds/{build_id}/files/{name}")[1]["present"] is False
 
 
 def opendsec(

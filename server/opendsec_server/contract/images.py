@@ -168,11 +168,13 @@ class NodeImages(Protocol):
             NodeFull: no room for it, or beyond the limit of one image's size.
         """
 
-    async def compose(self, parts: Sequence[str]) -> ImageInfo:
+    async def compose(
+        self, parts: Sequence[str], *, config: ImageConfig | None = None
+    ) -> ImageInfo:
         """One image of several, the lowest first: later ones win, as in an overlay.
 
-        Environments are joined; of the other settings the last image that has one wins. More than
-        ``LAYERS_MAX`` layers are collapsed once.
+        Environments are joined; of the other settings the last image that has one wins; or all
+        are as ``config`` says. More than ``LAYERS_MAX`` layers are collapsed once.
 
         Raises:
             ImageNotFound: a part is not on this node.

@@ -11,6 +11,7 @@ from opendsec_server.config import Config
 from opendsec_server.contract.errors import ImageInUse, ImageNotFound, InvalidRequest
 from opendsec_server.contract.images import (
     LAYERS_MAX,
+    ImageConfig,
     ImageInfo,
     ImageInfos,
     PruneReport,
@@ -19,7 +20,7 @@ from opendsec_server.contract.images import (
     RegistryAuth,
 )
 from opendsec_server.images import auth as credentials
-from opendsec_server.images import importing, manifests, references
+from opendsec_server.images import importing, lazy, manifests, references
 from opendsec_server.images.collapse import collapse
 from opendsec_server.images.pull import Puller
 from opendsec_server.images.push import Pusher
@@ -75,6 +76,9 @@ class Images:
         self, reference: str, *, auth: RegistryAuth | None = None, refresh: bool = True
     ) -> ImageInfo:
         """See ``NodeImages.pull``."""
+        lazily = lazy.parse(reference)
+        if lazily is not None:
+            return await self._attached(lazily, refresh=refresh)
         local = importing.source(reference, self._config)
         if local is not None:
             return await self._told(await importing.take_in(self._puller, local))
@@ -86,13 +90,24 @@ class Images:
                 pass
         return await self._told(await self._puller.pull(wanted, auth))
 
-    async def compose(self, parts: Sequence[str]) -> ImageInfo:
+    async def _attached(self, source: lazy.Source, *, refresh: bool) -> ImageInfo:
+        if not refresh or source.digest is not None:
+            try:
+                lazy.check_allowed(source.place, self._config)
+                return await self.get(source.digest or source.text)
+            except ImageNotFound:
+                pass
+        return await self._told(await lazy.attach(self.store, source, self._config))
+
+    async def compose(
+        self, parts: Sequence[str], *, config: ImageConfig | None = None
+    ) -> ImageInfo:
         """See ``NodeImages.compose``."""
         images = [await asyncio.to_thread(self.store.find, part) for part in parts]
         if not images:
             raise ImageNotFound("an image is composed of one image at least")
         layers: Sequence[str] = [layer for image in images for layer in image.layers]
-        config = manifests.merged([image.config for image in images])
+        config = config or manifests.merged([image.config for image in images])
         with self.store.holding() as hold:
             await asyncio.to_thread(hold.add, layers)
             if len(set(layers)) > LAYERS_MAX:

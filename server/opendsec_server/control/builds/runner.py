@@ -453,6 +453,12 @@ class Runner:
     # --- the end ------------------------------------------------------------
 
     async def _finalize(self, shape: Shape) -> Result:
+        info = await self._node.images.get(shape.image)
+        if info.config != shape.image_config:
+            # What came after the last step that made something.
+            info = await self._node.images.compose([shape.image], config=shape.image_config)
+            shape = shape.on(info.digest)
+            self.images.add(info.digest)
         start = start_of(self._plan, shape)
         ready = self._plan.ready_cmd if start is None else None
         if start is None and not ready:

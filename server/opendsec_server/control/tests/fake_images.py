@@ -77,11 +77,13 @@ class FakeImages:
             raise RegistryDenied(f"`{reference}` needs other credentials")
         return self.add(disk, config, names=(reference,))
 
-    async def compose(self, parts: Sequence[str]) -> ImageInfo:
+    async def compose(
+        self, parts: Sequence[str], *, config: ImageConfig | None = None
+    ) -> ImageInfo:
         disk: dict[str, str] = {}
         for part in parts:
             disk.update(self.disks[(await self.get(part)).digest])
-        return self.add(disk)
+        return self.add(disk, config)
 
     async def all(self) -> list[ImageInfo]:
         return list(self.infos.values())

@@ -135,6 +135,9 @@ async def test_a_sandbox_of_a_built_template_has_what_its_steps_made(
     assert spec.start.argv[-1] == "serve"
     assert (spec.start.user, spec.start.workdir) == ("worker", "/app/sub")
     assert spec.start.ready == ReadyCheck(port=8000)
+    config = (await node.images.get(build.image or "")).config
+    assert (config.user, config.workdir) == ("worker", "/app/sub")
+    assert config.env == {"COLOUR": "green", "SIZE": "9"}
     lines = await messages(services, build)
     assert "green" in lines
     assert "worker" in lines
