@@ -166,15 +166,16 @@ def space(
     """Bytes on the disk of so many images of a base and something of their own, and of so many
     unpacked trees."""
     store = ImageStore(server.config.state_path / "images")
-    before = store.size_bytes()
+    layers: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="opendsec-bench-layout-", dir="/var/tmp") as folder:
         layout = Path(folder)
         for number in range(count):
             own = tar_of([Entry(f"own-{number}", os.urandom(_MIB))])
             make_layout(layout / str(number), [base, own])
-            client.images.pull(registry.push(layout / str(number), f"space/{number}:1"))
+            image = client.images.pull(registry.push(layout / str(number), f"space/{number}:1"))
+            layers.update(image.layers)
             shutil.rmtree(layout / str(number))
-    return store.size_bytes() - before, count * (len(base) + _MIB)
+    return sum(map(store.layer_bytes, layers)), count * (len(base) + _MIB)
 
 
 def main() -> None:
