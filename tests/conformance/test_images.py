@@ -16,6 +16,7 @@ import pytest
 from opendsec import (
     ImageNotFound,
     InvalidRequest,
+    OpendsecError,
     ProgramNotFound,
     ReadyCheck,
     Sandbox,
@@ -124,6 +125,9 @@ def test_an_image_with_a_shell_only(bench: Bench, make: Maker, images: dict[str,
     sandbox.files.write("/deep/er/file", "content")
     assert sandbox.files.read("/deep/er/file") == b"content"
     assert sandbox.info().image.startswith("sha256:")
+    # What clients call a shell is here the one that there is.
+    done = sandbox.exec(["/bin/bash", "-l", "-c", "echo $0"], check=True)
+    assert done.stdout == "/bin/sh\n"
 
 
 def test_an_image_with_one_program(bench: Bench, make: Maker, images: dict[str, str]) -> None:
@@ -134,6 +138,13 @@ def test_an_image_with_one_program(bench: Bench, make: Maker, images: dict[str, 
     assert done.stdout == "from scratch\n"
     with pytest.raises(ProgramNotFound, match="sh"):
         _sh(sandbox, "echo needs a shell")
+    with pytest.raises(ProgramNotFound, match="no shell"):
+        sandbox.exec(["/bin/bash", "-l", "-c", "echo needs a shell"])
+    # No user file: root and numbers are users, names are not.
+    for user in ("root", "1000"):
+        sandbox.exec(["/busybox", "touch", f"/tmp/{user}"], user=user, check=True)
+    with pytest.raises(OpendsecError, match="no such user"):
+        sandbox.exec(["/busybox", "id"], user="user")
 
 
 def test_environment_directory_and_user_of_an_image(

@@ -13,7 +13,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::archive::{Archive, Entry, EntryKind, Limits};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::root::{DIR_MODE, Root, c_name, clean, proc_path, split};
 use crate::xattrs;
 
@@ -277,8 +277,15 @@ impl Unpacker {
         entry: &Entry,
     ) -> Result<()> {
         let mode = Mode::from(entry.mode);
-        self.replacing(parent, name, |parent, name| {
+        let made = self.replacing(parent, name, |parent, name| {
             mknodat(parent, name, sort, mode, makedev(major, minor))
+        });
+        // Inside a sandbox even root may make no devices.
+        made.map_err(|err| match err.kind {
+            Kind::Other if !self.options.is_layer => {
+                Error::invalid(format!("a device or pipe: {}", err.what))
+            }
+            _ => err,
         })?;
         self.special(parent, name, entry)
     }
