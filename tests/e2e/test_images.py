@@ -203,3 +203,10 @@ def _programs(text: str) -> list[str]:
         if "skopeo" in command or (text in command and "pytest" not in command):
             found.append(command)
     return found
+
+
+def test_compiled_modules_of_base_are_used(client: Client) -> None:
+    with client.create() as sandbox:
+        said = sandbox.exec("python3 -v -c 'import json' 2>&1")
+    assert "matches" in said.stdout
+    assert "stale" not in said.stdout

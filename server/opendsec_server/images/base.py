@@ -26,6 +26,7 @@ from opendsec_server.contract.images import ImageConfig
 
 from .apt_sources import Distribution, UnsupportedHost, host_distribution, mirror_lines
 from .certificates import host_authorities, install_missing
+from .convert import EROFS_OPTIONS, fix_build_time
 from .store import Image, ImageNotFound, ImageStore
 
 BASE = "base"
@@ -45,7 +46,6 @@ _LEFT_OUT = (
 )  # fmt: skip
 
 _BUILD_TIMEOUT_S = 1_800
-_LAYER_OPTIONS = ("-d0", "-zlz4", "-C16384", "-T0", "-U0d5ec000-0000-4000-8000-000000000001")
 _HEARTBEAT_S = 5.0
 
 Progress = Callable[[str], None]
@@ -109,6 +109,8 @@ def ensure_base(config: Config, progress: Progress = lambda _line: None) -> Imag
     with store.locked():
         have = _same_recipe(store, recipe)
         if have is not None:
+            if store.names().get(BASE) != have.digest:
+                store.name(have.digest, [BASE])
             return have
         cache_path = os.environ.get("OPENDSEC_IMAGE_CACHE")
         if cache_path is None:
@@ -136,11 +138,8 @@ def _existing_or_raise(store: ImageStore, exc: UnsupportedHost) -> Image:
 
 
 def _same_recipe(store: ImageStore, recipe: str) -> Image | None:
-    try:
-        image = store.find(BASE)
-    except ImageNotFound:
-        return None
-    return image if image.recipe == recipe else None
+    """By recipe and not by name: a cache may serve servers of several versions."""
+    return next((image for image in store.all() if image.recipe == recipe), None)
 
 
 def _authorities(config: Config) -> list[str]:
@@ -159,7 +158,7 @@ def _recipe(distribution: Distribution, config: Config) -> str:
         "mirrors": mirror_lines(distribution),
         "packages": PACKAGES,
         "left_out": _LEFT_OUT,
-        "layer": _LAYER_OPTIONS,
+        "layer": EROFS_OPTIONS,
         "set_up": [_SET_UP, _TRUST],
         "authorities": _authorities(config),
         "proxy": _apt_proxies(),
@@ -305,14 +304,7 @@ def _customise(build: _Build, config: Config) -> None:
 
 
 def _pack(build: _Build) -> None:
-    """Reproducible: same tree, same bytes. lz4hc would save a fifth of the size for ten times
-    the time."""
-    build.run(
-        "compressing",
-        [
-            "mkfs.erofs",
-            *_LAYER_OPTIONS,
-            str(build.layer),
-            str(build.root),
-        ],
-    )
+    """Files keep their times: Python takes a compiled module for stale when its source's is not
+    the one that was noted, and would compile it anew at every start."""
+    build.run("compressing", ["mkfs.erofs", *EROFS_OPTIONS, str(build.layer), str(build.root)])
+    fix_build_time(build.layer)
