@@ -23,6 +23,7 @@ from opendsec_server.contract.errors import (
     Forbidden,
     Internal,
     InvalidRequest,
+    NodeFull,
     OpendsecError,
     TemplateNotFound,
 )
@@ -247,6 +248,7 @@ class Builds:
             InvalidRequest: the plan has no base, or is too long.
             BuildNotFound, Conflict: it was deleted, or started before.
             QuotaExceeded: the project has too many under way.
+            NodeFull: no room for its log.
         """
         failure: BuildFailed | None = None
         try:
@@ -260,7 +262,12 @@ class Builds:
             time.time(),
             self._config.project_builds_max,
         )
-        build_log = self.logs.open(build.build_id)
+        try:
+            build_log = self.logs.open(build.build_id)
+        except OSError as exc:
+            full = NodeFull(f"the log of the build cannot be written: {exc.strerror}")
+            await self._note_failed(build, full.code, full.message, None)
+            raise full from exc
         if plan.auth is not None:
             build_log.hide([plan.auth.password])
         if failure is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import io
 import tarfile
@@ -19,6 +20,7 @@ from opendsec_server.contract.errors import (
     Conflict,
     Forbidden,
     InvalidRequest,
+    NodeFull,
     OpendsecError,
     PayloadTooLarge,
     QuotaExceeded,
@@ -35,6 +37,7 @@ from opendsec_server.control.iam import Caller
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.services import Services
 from opendsec_server.store.records import TemplateBuild
+from opendsec_server.store.templates import BuildFilter
 
 from .conftest import first_caller
 from .fake_node import FakeNode
@@ -649,6 +652,20 @@ async def test_copy_between_stages_is_built_first(
     assert "write /tool 1" in node.commands
     assert "write /never 1" not in node.commands
     assert (build.error_step, build.error_code) == ("1", "build_failed")
+
+
+async def test_no_room_for_the_log_fails_the_build(
+    services: Services, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(build_id: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(services.builds.logs, "open", full)
+    with pytest.raises(NodeFull):
+        await begin(services, caller, on_base())
+    template = await services.templates.resolve(caller, "mine")
+    page = await services.builds.page(BuildFilter(template_id=template.template_id, limit=1))
+    assert (page.builds[0].state, page.builds[0].error_code) == ("error", "node_full")
 
 
 async def test_a_log_is_bounded(
