@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -44,13 +44,13 @@ class Registry:
     root: Path
     auth: bool
 
-    def push(self, layout: Path, name: str) -> str:
-        """Put an OCI layout into it; its reference."""
+    def push(self, layout: Path, name: str, *options: str) -> str:
+        """Put an OCI layout into it, with more options of skopeo's copy; its reference."""
         reference = f"{self.host}/{name}"
         login = [f"--dest-creds={USER}:{PASSWORD}"] if self.auth else []
         subprocess.run(
             ["skopeo", "--insecure-policy", "copy", "--all", "--quiet", "--dest-tls-verify=false",
-             *login, f"oci:{layout}", f"docker://{reference}"],
+             *login, *options, f"oci:{layout}", f"docker://{reference}"],
             check=True,
             capture_output=True,
         )  # fmt: skip
@@ -142,6 +142,17 @@ def sha256(data: bytes) -> str:
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
+def _zstd(data: bytes) -> bytes:
+    return subprocess.run(["zstd", "-q"], input=data, capture_output=True, check=True).stdout
+
+
+_COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": lambda data: gzip.compress(data, 1, mtime=0),
+    "zstd": _zstd,
+    "": lambda data: data,
+}
+
+
 def make_layout(
     path: Path,
     layers: Sequence[bytes],
@@ -149,7 +160,7 @@ def make_layout(
     *,
     arch: str | None = None,
     diff_ids: Sequence[str] | None = None,
-    compress: bool = True,
+    compress: Literal["gzip", "zstd", ""] = "gzip",
 ) -> str:
     """An OCI layout of one image; the digest of its manifest."""
     blobs = path / "blobs/sha256"
@@ -160,14 +171,8 @@ def make_layout(
         (blobs / digest[7:]).write_bytes(data)
         return {"mediaType": kind, "digest": digest, "size": len(data)}
 
-    suffix = "+gzip" if compress else ""
-    parts = [
-        put(
-            gzip.compress(tar, 1, mtime=0) if compress else tar,
-            f"application/vnd.oci.image.layer.v1.tar{suffix}",
-        )
-        for tar in layers
-    ]
+    kind = "application/vnd.oci.image.layer.v1.tar" + (f"+{compress}" if compress else "")
+    parts = [put(_COMPRESS[compress](tar), kind) for tar in layers]
     whole = {
         "architecture": arch or architecture(),
         "os": "linux",

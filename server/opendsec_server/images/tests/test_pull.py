@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -121,6 +122,24 @@ def test_layers_become_one_tree(world: World, registry: Registry, tmp_path: Path
     assert tree["capable"].pax_headers["SCHILY.xattr.user.note"] == "kept"
     assert tree["keep/a"].mtime == 1000
     assert not pulls_left(world)
+
+
+@pytest.mark.parametrize("compress", ["gzip", "zstd", ""])
+@pytest.mark.parametrize("form", ["oci", "v2s2"])
+def test_forms_of_images(
+    world: World,
+    registry: Registry,
+    tmp_path: Path,
+    compress: Literal["gzip", "zstd", ""],
+    form: str,
+) -> None:
+    if (compress, form) == ("zstd", "v2s2"):
+        pytest.skip("docker's own form has no zstd")
+    make_layout(tmp_path / "l", [files(a="1")], {"Env": ["A=1"]}, compress=compress)
+    reference = registry.push(tmp_path / "l", f"form/{form}:{compress or 'none'}", "--format", form)
+    images = world.images()
+    info = asyncio.run(images.pull(reference))
+    assert (world.texts(images, info.digest), info.config.env) == ({"a": "1"}, {"A": "1"})
 
 
 def test_same_layers_are_kept_and_sent_once(
