@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,6 +140,22 @@ def no_room() -> NodeFull:
         "the node has no disk left for the image",
         remediation="Remove images (`opendsec image prune`), or give state_dir more room.",
     )
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """What the file system refuses meanwhile becomes a typed error.
+
+    Raises:
+        NodeFull: there is no room.
+        Internal: anything else of the kind.
+    """
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise no_room() from exc
+        raise Internal(f"the image store cannot be used: {exc}") from exc
 
 
 async def _watch(

@@ -22,6 +22,7 @@ from opendsec_server.contract.images import (
 from opendsec_server.images import auth as credentials
 from opendsec_server.images import importing, lazy, manifests, references
 from opendsec_server.images.collapse import collapse
+from opendsec_server.images.convert import disk_errors
 from opendsec_server.images.pull import Puller
 from opendsec_server.images.push import Pusher
 from opendsec_server.images.room import Room
@@ -79,6 +80,10 @@ class Images:
         lazily = lazy.parse(reference)
         if lazily is not None:
             return await self._attached(lazily, refresh=refresh)
+        with disk_errors():
+            return await self._pull(reference, auth, refresh)
+
+    async def _pull(self, reference: str, auth: RegistryAuth | None, refresh: bool) -> ImageInfo:
         local = importing.source(reference, self._config)
         if local is not None:
             return await self._told(await importing.take_in(self._puller, local))
@@ -108,7 +113,7 @@ class Images:
             raise ImageNotFound("an image is composed of one image at least")
         layers: Sequence[str] = [layer for image in images for layer in image.layers]
         config = config or manifests.merged([image.config for image in images])
-        with self.store.holding() as hold:
+        with disk_errors(), self.store.holding() as hold:
             await asyncio.to_thread(hold.add, layers)
             if len(set(layers)) > LAYERS_MAX:
                 await self.room.make(sum(self.store.layer_bytes(layer) for layer in set(layers)))
@@ -187,7 +192,8 @@ class Images:
         """See ``NodeImages.push``."""
         image = await asyncio.to_thread(self.store.find, name)
         self.store.touch(image.digest)
-        return await self._pusher.push(image, references.parse(reference), auth)
+        with disk_errors():
+            return await self._pusher.push(image, references.parse(reference), auth)
 
     async def _told(self, image: Image) -> ImageInfo:
         return await asyncio.to_thread(self.store.info, image)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 
@@ -12,11 +13,13 @@ import pytest
 from opendsec_server.contract.errors import (
     ImageDamaged,
     ImageNotFound,
+    Internal,
     InvalidRequest,
+    NodeFull,
     OpendsecError,
 )
 from opendsec_server.contract.images import ImageConfig, RegistryAuth
-from opendsec_server.images import auth, manifests, registry
+from opendsec_server.images import auth, convert, manifests, registry
 from opendsec_server.images.flights import Flights
 from opendsec_server.images.references import canonical, parse
 from opendsec_server.images.store import distinct, image_digest
@@ -105,6 +108,13 @@ async def test_failure_reaches_all_and_is_forgotten() -> None:
     )
     assert [type(result) for result in results] == [ImageDamaged] * 3
     assert await flights.join("k", work) == 1
+
+
+def test_what_the_disk_refuses_is_typed() -> None:
+    with pytest.raises(NodeFull, match="no disk left"), convert.disk_errors():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(Internal, match="Read-only"), convert.disk_errors():
+        raise OSError(errno.EROFS, "Read-only file system")
 
 
 def test_credentials_go_by_descriptor(tmp_path: Path) -> None:
