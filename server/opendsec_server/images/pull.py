@@ -388,10 +388,9 @@ class Puller:
                         ),
                     ),
                 )  # fmt: skip
-        except skopeo.SkopeoError as exc:
+        except (skopeo.SkopeoError, skopeo.SkopeoTimeout) as exc:
+            # A time-out as well: skopeo waits by itself where the registry says "later".
             raise await source.explain(str(exc)) from exc
-        except skopeo.SkopeoTimeout as exc:
-            raise RegistryUnavailable(f"{source.what}: {exc}") from exc
         except convert.Stalled as exc:
             raise RegistryUnavailable(f"{source.what} is too slow: {exc}") from exc
 

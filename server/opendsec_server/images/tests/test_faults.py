@@ -96,6 +96,25 @@ def test_too_many_requests(world: World, faults: FaultProxy) -> None:
     assert raised.value.retryable
 
 
+def test_too_many_requests_for_a_layer(
+    world: World, registry: Registry, faults: FaultProxy, tmp_path: Path
+) -> None:
+    make_layout(tmp_path / "l", [files(a="1")])
+    registry.push(tmp_path / "l", "limited:1")
+    blob = blob_of(tmp_path / "l")
+    said = False
+
+    def limit(answer: Answer) -> bool:
+        nonlocal said
+        said = said or blob in answer.path
+        return said and answer.refuse(429, {"Retry-After": "42"})
+
+    faults.fault = limit
+    with pytest.raises(RegistryLimited) as raised:
+        asyncio.run(world.images(registry_stall_s=3).pull(f"{faults.host}/limited:1"))
+    assert raised.value.retry_after_s == 42
+
+
 @pytest.mark.parametrize(
     ("value", "wanted"), [("5", 5), (None, 60), ("soon", 60), ("-3", 1), ("999999999", 86_400)]
 )
