@@ -44,7 +44,7 @@ install_server() {
     --wheel-dir "$PREFIX/wheels" ./server ./sdk/python
   "$PREFIX/venv/bin/python" -m pip install --quiet --no-deps --force-reinstall \
     "$PREFIX"/wheels/*.whl
-  require_static "$PREFIX"/venv/bin/opendsec-{agent,edge,layer,ram}
+  require_static "$PREFIX"/venv/bin/opendsec-{agent,edge,layer,lazy,ram}
   ln -sf "$PREFIX/venv/bin/opendsec" "$PREFIX/venv/bin/opendsecd" "$BIN/"
 }
 

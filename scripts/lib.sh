@@ -91,7 +91,7 @@ build_rust_wheels() { # build_rust_wheels VENV OUT: wheels of our Rust programs
   local maturin out crate
   maturin=$(realpath "$1")/bin/maturin
   out=$(realpath -m "$2")
-  for crate in agent edge layer ram; do
+  for crate in agent edge layer lazy ram; do
     step "building opendsec-$crate (Rust, a few minutes the first time)"
     # From its own folder: only there cargo finds the settings that make it static.
     (cd "dataplane/$crate" && "$maturin" build --quiet --locked --out "$out")

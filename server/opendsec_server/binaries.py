@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """Finds our own Rust programs: the guest agent, the edge, the keeper of VM memory,
-the unpacker of image layers."""
+the unpacker of image layers, the server of remote ones."""
 
 from __future__ import annotations
 
@@ -62,3 +62,8 @@ def find_ram() -> Path:
 def find_layer() -> Path:
     """The program that unpacks, packs and copies image layers. Raises as ``find_binary``."""
     return find_binary("opendsec-layer", None, "OPENDSEC_LAYER")
+
+
+def find_lazy() -> Path:
+    """The program that serves layers of a remote store. Raises as ``find_binary``."""
+    return find_binary("opendsec-lazy", None, "OPENDSEC_LAZY")

@@ -11,7 +11,13 @@ from typing import Literal
 import msgspec
 
 DEFAULT_CONFIG_PATH = Path("/etc/opendsec/config.toml")
-_LISTS = ("dns_servers", "passthrough_devices", "insecure_registries", "image_import_dirs")
+_LISTS = (
+    "dns_servers",
+    "passthrough_devices",
+    "insecure_registries",
+    "image_import_dirs",
+    "lazy_sources",
+)
 
 _TABLES = ("registry_mirrors",)
 
@@ -100,6 +106,9 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     image_import_dirs: tuple[str, ...] = ()
     """Directories of this machine from which images may be imported (oci:, oci-archive:,
     docker-archive:, tar:). Empty: none."""
+    lazy_sources: tuple[str, ...] = ()
+    """Stores whose images callers may start on demand (lazy+https:, lazy+http:, lazy+dir:):
+    addresses and directories that theirs must lie below. Empty: none; root may attach any."""
 
     agent_path: str | None = None
     """Guest agent binary. None: OPENDSEC_AGENT, then the installed package, then PATH."""
@@ -115,7 +124,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     # Builds of templates
     build_backend: Literal["container", "microvm"] = "container"
-    """What build steps run in. microvm: a kernel of their own, for projects that are not trusted."""
+    """What build steps run in. microvm: a kernel of their own, where projects are not trusted."""
     builds_parallel_max: int = 2
     """Builds that run at once; others wait in the order of their start."""
     project_builds_max: int = 20

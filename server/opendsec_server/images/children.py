@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from opendsec_server.binaries import find_layer
+from opendsec_server.binaries import find_layer, find_lazy
 from opendsec_server.config import ConfigError
 from opendsec_server.contract.errors import Internal
 
@@ -40,3 +40,15 @@ def layer_program() -> str:
         return str(find_layer())
     except ConfigError as exc:
         raise Internal(str(exc), remediation="Install the package opendsec-layer.") from exc
+
+
+def lazy_program() -> str:
+    """``opendsec-lazy``.
+
+    Raises:
+        Internal: it is not installed.
+    """
+    try:
+        return str(find_lazy())
+    except ConfigError as exc:
+        raise Internal(str(exc), remediation="Install the package opendsec-lazy.") from exc

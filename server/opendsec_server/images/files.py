@@ -21,7 +21,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     half = path.with_name(f".{path.name}.new")
     fd = os.open(half, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -6,6 +6,8 @@
     images/layers/<sha256>/layer.erofs   a layer
     images/layers/<sha256>/layer.json    what it is
     images/layers/<sha256>/mnt           where it is mounted, once, on the host
+    images/layers/<sha256>/remote.json   instead of layer.erofs: its data is fetched as it is read
+                                         (``images.lazy``), and <sha256> is that of its index
     images/images/<sha256>.json          an image: its layers and how to run it; its time of
                                          modification is when it was last used
     images/names.json                    reference or name → image digest
@@ -29,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,6 +44,8 @@ from .files import copy_or_link, sha256_of, sync, write_atomically
 from .references import canonical
 
 LAYER_FILE = "layer.erofs"
+REMOTE_FILE = "remote.json"
+DEVICE_LINK = "device"
 _LAYER_RECORD = "layer.json"
 _HEX_RE = re.compile(r"[0-9a-f]{64}")
 _SHORT_RE = re.compile(r"(?:sha256:)?([0-9a-f]{12,64})")
@@ -102,6 +106,14 @@ def image_digest(layers: Sequence[str], config: ImageConfig) -> str:
 def distinct(layers: Sequence[str]) -> tuple[str, ...]:
     """Layers without repetition, each where it lies highest (last)."""
     return tuple(reversed(dict.fromkeys(reversed(layers))))
+
+
+def remote_bytes_here(folder: Path) -> int:
+    """Bytes on disk of what was fetched of a remote layer."""
+    try:
+        return (folder / "cache").stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
 
 
 class ImageStore:
@@ -210,10 +222,16 @@ class ImageStore:
 
     def has_layer(self, layer: str) -> bool:
         """Whether a layer (hex) is here, whole."""
-        return self.layer_path(layer).exists()
+        return (self._layer_dir(layer) / LAYER_FILE).exists() or self.is_remote(layer)
+
+    def is_remote(self, layer: str) -> bool:
+        """Whether a layer's data lies elsewhere and is fetched as it is read."""
+        return (self._layer_dir(layer) / REMOTE_FILE).exists()
 
     def layer_bytes(self, layer: str) -> int:
-        """Length of a layer's file; 0 when it is gone."""
+        """Length of a layer's file; 0 when it is gone. Of a remote one: what is here of it."""
+        if self.is_remote(layer):
+            return remote_bytes_here(self._layer_dir(layer))
         try:
             return self.layer_path(layer).stat().st_size
         except FileNotFoundError:
@@ -258,9 +276,14 @@ class ImageStore:
     def _layer_dir(self, layer: str) -> Path:
         return self.root / "layers" / layer
 
+    def layer_dir(self, layer: str) -> Path:
+        """All that is kept of a layer."""
+        return self._layer_dir(layer)
+
     def layer_path(self, layer: str) -> Path:
-        """A layer's file."""
-        return self._layer_dir(layer) / LAYER_FILE
+        """A layer's file; of a remote one that is mounted, its block device."""
+        name = DEVICE_LINK if self.is_remote(layer) else LAYER_FILE
+        return self.layer_dir(layer) / name
 
     def mount_path(self, layer: str) -> Path:
         """Where a layer is mounted."""
@@ -380,6 +403,30 @@ class ImageStore:
                 (self.root / "diffs").mkdir(mode=0o700, exist_ok=True)
                 write_atomically(self.root / "diffs" / key.removeprefix("sha256:"), digest.encode())
         return digest
+
+    def adopt_remote(
+        self, layer: str, files: Mapping[str, bytes], remote: bytes, size_bytes: int, hold: Hold
+    ) -> None:
+        """Take in a layer whose data lies elsewhere. One that is here goes on with the new source
+        when it is served the next time.
+
+        Args:
+            layer: SHA-256 of its index, hex.
+            files: What is kept with it, by name.
+            remote: Where its data is, for the program that serves it.
+            size_bytes: Length of all of it.
+            hold: Keeps it until an image was made of it.
+        """
+        with self._changing():
+            self._hold(hold, layer)
+            target = self._layer_dir(layer)
+            target.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.is_remote(layer):
+                for name, data in files.items():
+                    write_atomically(target / name, data)
+                record = Layer(digest=layer, size_bytes=size_bytes, created_at=time.time())
+                write_atomically(target / _LAYER_RECORD, msgspec.json.encode(record))
+            write_atomically(target / REMOTE_FILE, remote)
 
     def put(
         self,
@@ -530,7 +577,8 @@ class ImageStore:
             freed += self.layer_bytes(layer)
             self.before_removal(layer)
             # The file first: without it the layer does not exist, whatever else is left.
-            self.layer_path(layer).unlink(missing_ok=True)
+            for name in (LAYER_FILE, REMOTE_FILE):
+                (self._layer_dir(layer) / name).unlink(missing_ok=True)
             shutil.rmtree(self._layer_dir(layer), ignore_errors=True)
         return len(going), freed
 

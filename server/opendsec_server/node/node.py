@@ -160,6 +160,7 @@ class Node:
         lifecycle.time_out = suspend.time_out
         lifecycle.lost_memory = suspend.lost_memory
         services.snapshots.memory_in_use = lifecycle.memory_in_use
+        await services.layers.lazy.adopt()
         found = await adopt_living(services, lifecycle)
         await remove_dead(services, lifecycle, suspend, found)
         await services.snapshots.load()
@@ -179,6 +180,7 @@ class Node:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._housekeeper
         await self._metrics.stop()
+        await self._services.layers.lazy.stop()
         self._lifecycle.let_go()
         await self._services.slots.stop()
         await self._services.slots.maker.stop()
@@ -342,11 +344,18 @@ class Node:
 
     async def get(self, sandbox_id: str) -> SandboxStatus:
         """See ``NodeClient.get``."""
-        return status_of(await self._record(sandbox_id))
+        return self._status_of(await self._record(sandbox_id))
 
     async def list(self) -> list[SandboxStatus]:
         """See ``NodeClient.list``."""
-        return [status_of(box.record) for box in self._boxes() if box.state not in TERMINAL]
+        return [self._status_of(box.record) for box in self._boxes() if box.state not in TERMINAL]
+
+    def _status_of(self, record: Record) -> SandboxStatus:
+        status = status_of(record)
+        if status.state is not State.RUNNING:
+            return status
+        trouble = self._services.layers.trouble(record.spec.image)
+        return status if trouble is None else msgspec.structs.replace(status, message=trouble)
 
     async def kill(self, sandbox_id: str, reason: EndReason = EndReason.KILLED) -> SandboxStatus:
         """See ``NodeClient.kill``."""

@@ -63,6 +63,7 @@ class Machine:
             raise SandboxStartFailed(f"the VMM ended at once: {self._vmm.console_tail(run_dir)}")
 
     async def _config(self, box: Sandbox, cgroups: tuple[Path, ...]) -> VmConfig:
+        await self._services.layers.resolve_remote(box.spec.image)
         return vm_config(self._services, box, await self._guests.get(), cgroups)
 
     def _protect_disk(self, box: Sandbox) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from opendsec_server.contract.errors import Internal, TemplateNotFound
 from opendsec_server.images.store import ImageNotFound, ImageStore
-from opendsec_server.node import mountns, syscalls
+from opendsec_server.node import mountns
+from opendsec_server.node.process import finish_in_thread
 
+from .lazy import LazyLayers, mount_erofs
 from .pool import attach_loop, release_loop
 
 
@@ -27,6 +29,7 @@ class LayerMounts:
         self._lock = asyncio.Lock()
         self.how: str | None = None
         """``file`` or ``loop``, once something was mounted by this process."""
+        self.lazy = LazyLayers(store)
 
     async def resolve(self, image: str) -> list[Path]:
         """Mounted layers of an image, the topmost first.
@@ -39,11 +42,18 @@ class LayerMounts:
             if layer not in self._ready:
                 async with self._lock:
                     if layer not in self._ready:
-                        await self._mount(
-                            self._store.layer_path(layer), self._store.mount_path(layer)
-                        )
+                        await self._mount(layer)
                         self._ready.add(layer)
         return [self._store.mount_path(layer) for layer in layers]
+
+    async def resolve_remote(self, image: str) -> None:
+        """For those who mount ``files`` themselves: the devices of remote layers are there.
+
+        Raises:
+            TemplateNotFound: the image is not on this node.
+        """
+        if any(self._store.is_remote(layer) for layer in self._layers_of(image)):
+            await self.resolve(image)
 
     def files(self, image: str) -> list[Path]:
         """Files of an image's layers, the topmost first, for those who mount them themselves.
@@ -64,12 +74,28 @@ class LayerMounts:
         """Unmount a layer (hex) whose file is about to be removed. Idempotent."""
         self._ready.discard(layer)
         mountns.unmount_everywhere(self._store.mount_path(layer))
+        if self._store.is_remote(layer):
+            self.lazy.end(layer)
 
-    async def _mount(self, layer: Path, target: Path) -> None:
-        if not mountns.is_mounted_on_host(target):
-            mountns.make_directory(target)
+    def trouble(self, image: str) -> str | None:
+        """Why reads of an image's files may fail now: its store is lost. None: they do not."""
+        try:
+            layers = self._layers_of(image)
+        except TemplateNotFound:
+            return None
+        return next((why for layer in layers if (why := self.lazy.trouble(layer))), None)
+
+    async def _mount(self, digest: str) -> None:
+        layer, target = self._store.layer_path(digest), self._store.mount_path(digest)
+        if mountns.is_mounted_on_host(target):
+            mountns.show_here(target)
+            return
+        mountns.make_directory(target)
+        if self._store.is_remote(digest):
+            await finish_in_thread(self.lazy.mount, digest, target)
+        else:
             try:
-                mountns.on_host(lambda: _mount_erofs(str(layer), target))
+                mountns.on_host(lambda: mount_erofs(str(layer), target))
                 self.how = "file"
             except OSError as exc:
                 if exc.errno != errno.ENOTBLK:
@@ -79,7 +105,7 @@ class LayerMounts:
                     ) from exc
                 device = await attach_loop(layer, read_only=True)
                 try:
-                    mountns.on_host(lambda: _mount_erofs(device, target))
+                    mountns.on_host(lambda: mount_erofs(device, target))
                 finally:
                     await release_loop(device)
                 self.how = "loop"
@@ -88,11 +114,5 @@ class LayerMounts:
     def unmount_all(self) -> None:
         """Unmount every layer of the store. Idempotent."""
         for layer in self._store.layers():
-            mountns.unmount_everywhere(self._store.mount_path(layer))
+            self.forget(layer)
         self._ready.clear()
-
-
-def _mount_erofs(source: str, target: Path) -> None:
-    syscalls.mount(
-        source, str(target), "erofs", syscalls.MS_RDONLY | syscalls.MS_NODEV | syscalls.MS_NOATIME
-    )

@@ -17,7 +17,8 @@ from pathlib import Path
 
 _LOOP_CONFIGURE = 0x4C0A
 _LOOP_CTL_GET_FREE = 0x4C82
-_READ_ONLY, _AUTOCLEAR = 1, 4
+_LOOP_CHANGE_FD = 0x4C06
+_READ_ONLY, _AUTOCLEAR, _DIRECT_IO = 1, 4, 16
 _ATTEMPTS_MAX = 64
 _CONFIG = struct.Struct("=II 5Q 4I 64s 64s 32s 2Q 8Q")
 """``struct loop_config``: descriptor, block size, ``loop_info64``, room to grow."""
@@ -32,19 +33,44 @@ def loop_device(file: Path) -> Iterator[str]:
     """
     backing = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        device, path = _attach(backing)
+        with loop_device_on(backing) as path:
+            yield path
     finally:
         os.close(backing)
+
+
+@contextlib.contextmanager
+def loop_device_on(backing: int, *, direct_io: bool = False) -> Iterator[str]:
+    """``loop_device`` of an open file.
+
+    Args:
+        backing: Its descriptor.
+        direct_io: Reads go past the file's page cache, and several at once.
+    """
+    device, path = _attach(backing, _DIRECT_IO if direct_io else 0)
     try:
         yield path
     finally:
         os.close(device)
 
 
-def _attach(backing: int) -> tuple[int, str]:
+def change_backing(path: str, backing: int) -> None:
+    """Let a read-only device go on with another file of the same length.
+
+    Raises:
+        OSError: no such device, or the length differs.
+    """
+    device = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(device, _LOOP_CHANGE_FD, backing)
+    finally:
+        os.close(device)
+
+
+def _attach(backing: int, flags: int) -> tuple[int, str]:
     zeros = (0,) * 5
     config = _CONFIG.pack(
-        backing, 0, *zeros, 0, 0, 0, _READ_ONLY | _AUTOCLEAR, b"", b"", b"", 0, 0, *(0,) * 8
+        backing, 0, *zeros, 0, 0, 0, _READ_ONLY | _AUTOCLEAR | flags, b"", b"", b"", 0, 0, *(0,) * 8
     )
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     try:

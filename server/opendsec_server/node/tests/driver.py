@@ -53,6 +53,7 @@ class Driver:
             "unpack": node.unpack,
             "pack": lambda i, o: node.pack(i, msgspec.convert(o, PackOptions)),
             "image": node.images.get,
+            "pull": node.images.pull,
             "compose": node.images.compose,
             "remove_image": node.images.remove,
             "events": self._events,

@@ -139,6 +139,11 @@ def kvm_groups() -> tuple[int, ...]:
     )
 
 
+def _file_driver(path: Path) -> str:
+    """QEMU takes files and block devices by different drivers."""
+    return "host_device" if path.is_block_device() else "file"
+
+
 def command_line(
     qemu: Path, config: VmConfig, accelerator: Accelerator, fds: VmDescriptors, tsc_khz: int
 ) -> list[str]:
@@ -168,7 +173,7 @@ def command_line(
         # and does not stop the VM.
         disks += [
             "-blockdev",
-            f"driver=file,node-name={node},filename={file_set(fd)},aio=threads,"
+            f"driver={_file_driver(disk.path)},node-name={node},filename={file_set(fd)},aio=threads,"
             + ("read-only=on" if disk.read_only else "read-only=off,discard=unmap")
             + ",cache.direct=off,cache.no-flush=on",
             "-device",
