@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pexpect
 import pytest
 
 from opendsec import Client, OpendsecError, RegistryDenied, RegistryLimited
@@ -111,6 +112,31 @@ def test_pull_run_and_remove(
     assert not {path.name for path in layers.iterdir()} & set(mine["layers"])
     # And once more, since all of it is gone.
     assert cli("run", "--image", reference, "sh", "-c", "busybox cat /hello").stdout == "world"
+
+
+def test_people_see_how_far_a_pull_is(server: Server, registry: Registry, tmp_path: Path) -> None:
+    make_layout(tmp_path / "l", [busybox_layer(), files(slow="s")])
+    registry.push(tmp_path / "l", "e2e/slow:1")
+
+    def wait(answer: Answer) -> bool:
+        if "/blobs/" in answer.path:
+            time.sleep(1.5)
+        return False
+
+    with fault_proxy(registry.host) as proxy:
+        proxy.fault = wait
+        child = pexpect.spawn(
+            str(BIN / "opendsec"),
+            ["image", "pull", f"{proxy.host}/e2e/slow:1"],
+            env={**server.client_environment, "TERM": "xterm"},
+            encoding="utf-8",
+            timeout=60,
+        )
+        child.expect(r"Pulling \S+/e2e/slow:1: \d+ of 2 layers, [\d.]+ \w+ of [\d.]+ \w+")
+        child.expect("sha256:[0-9a-f]{64}")
+        child.expect(pexpect.EOF)
+        child.close()
+        assert child.exitstatus == 0
 
 
 def test_push_and_pull_back(cli: Run, registry: Registry, tmp_path: Path) -> None:
