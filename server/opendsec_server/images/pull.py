@@ -239,26 +239,38 @@ class Puller:
         look: Callable[[], Awaitable[OpendsecError | None]],
     ) -> Image:
         progress = self.running[name] = Progress(name)
-        source = _Source(name, image, lambda: skopeo.proxy(arguments, fds), explain)
         try:
-            async with source:
-                digest, raw_manifest, raw_config = await source.begin(look)
-                manifest, configuration = manifests.read(raw_manifest, raw_config, name)
-                config = manifests.to_config(configuration, name)
-                with self._store.holding() as hold:
-                    layers = await self._all_layers(
-                        source, manifest, configuration.rootfs.diff_ids or (), hold, progress
-                    )
-                    if len(set(layers)) > LAYERS_MAX:
-                        layers = await collapse(self._store, layers, hold)
-                    made = await asyncio.to_thread(
-                        self._store.put, layers, config, names=[name], source=digest
-                    )
+            with self._store.scratch("skopeo") as scratch:
+                source = _Source(
+                    name, image, lambda: skopeo.proxy(arguments, fds, scratch), explain
+                )
+                made = await self._from_source(source, name, look, progress)
             await self._room.settle(made.digest)
             return made
         finally:
             if self.running.get(name) is progress:
                 del self.running[name]
+
+    async def _from_source(
+        self,
+        source: _Source,
+        name: str,
+        look: Callable[[], Awaitable[OpendsecError | None]],
+        progress: Progress,
+    ) -> Image:
+        async with source:
+            digest, raw_manifest, raw_config = await source.begin(look)
+            manifest, configuration = manifests.read(raw_manifest, raw_config, name)
+            config = manifests.to_config(configuration, name)
+            with self._store.holding() as hold:
+                layers = await self._all_layers(
+                    source, manifest, configuration.rootfs.diff_ids or (), hold, progress
+                )
+                if len(set(layers)) > LAYERS_MAX:
+                    layers = await collapse(self._store, layers, hold)
+                return await asyncio.to_thread(
+                    self._store.put, layers, config, names=[name], source=digest
+                )
 
     # --- layers ---------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class Pusher:
                 arguments.append("--dest-tls-verify=false")
             arguments += [f"oci:{layout}", reference.at(host)]
             try:
-                await skopeo.run(arguments, options.fds, limits.PULL_TIMEOUT_S)
+                await skopeo.run(arguments, options.fds, layout, limits.PULL_TIMEOUT_S)
             except skopeo.SkopeoTimeout as exc:
                 raise RegistryUnavailable(f"{reference}: {exc}") from exc
             except skopeo.SkopeoError as exc:

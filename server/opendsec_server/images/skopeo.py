@@ -157,12 +157,15 @@ class Proxy:
 
 
 @asynccontextmanager
-async def proxy(arguments: tuple[str, ...], fds: tuple[int, ...] = ()) -> AsyncIterator[Proxy]:
+async def proxy(
+    arguments: tuple[str, ...], fds: tuple[int, ...], scratch: Path
+) -> AsyncIterator[Proxy]:
     """Run a proxy for as long as the context lasts.
 
     Args:
         arguments: Options: credentials, TLS.
         fds: Descriptors that it inherits.
+        scratch: A directory for its temporary files, which it leaves behind when it is killed.
 
     Raises:
         Internal: skopeo is not installed.
@@ -174,7 +177,7 @@ async def proxy(arguments: tuple[str, ...], fds: tuple[int, ...] = ()) -> AsyncI
     try:
         try:
             process = await asyncio.create_subprocess_exec(
-                *tied([*_program(), "experimental-image-proxy", "--sockfd",
+                *tied([*_program(scratch), "experimental-image-proxy", "--sockfd",
                        str(theirs.fileno()), *arguments]),
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
                 stderr=complaints, pass_fds=(theirs.fileno(), *fds),
@@ -193,12 +196,13 @@ async def proxy(arguments: tuple[str, ...], fds: tuple[int, ...] = ()) -> AsyncI
         os.close(complaints)
 
 
-def _program() -> list[str]:
+def _program(scratch: Path) -> list[str]:
     """Whose signatures must be on images is for that file to say; without it skopeo stops."""
-    return ["skopeo"] if _POLICY.exists() else ["skopeo", "--insecure-policy"]
+    policy = () if _POLICY.exists() else ("--insecure-policy",)
+    return ["skopeo", *policy, "--tmpdir", str(scratch)]
 
 
-async def run(arguments: list[str], fds: tuple[int, ...], timeout_s: float) -> None:
+async def run(arguments: list[str], fds: tuple[int, ...], scratch: Path, timeout_s: float) -> None:
     """Run skopeo to its end.
 
     Raises:
@@ -206,7 +210,7 @@ async def run(arguments: list[str], fds: tuple[int, ...], timeout_s: float) -> N
         SkopeoError, SkopeoTimeout
     """
     process = await asyncio.create_subprocess_exec(
-        *tied([*_program(), *arguments]), stdin=asyncio.subprocess.DEVNULL,
+        *tied([*_program(scratch), *arguments]), stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, pass_fds=fds,
         start_new_session=True,
     )  # fmt: skip

@@ -480,6 +480,7 @@ def test_imports(world: World, tmp_path: Path) -> None:
         asyncio.run(images.pull(f"oci:{tmp_path}/in/nothing"))
     with pytest.raises(OpendsecError):
         asyncio.run(images.pull(f"oci-archive:{tmp_path}/in/root.tar"))
+    assert not pulls_left(world)
 
 
 def test_pushed_image_comes_back_the_same(world: World, registry: Registry, tmp_path: Path) -> None:
