@@ -66,7 +66,9 @@ REMEDIES = {
     "forbidden": "Use a key of the project that owns it (OPENDSEC_API_KEY).",
     "sandbox_not_found": "`opendsec ls -a` lists them. An ended one cannot be used again: create "
     "a new one.",
-    "template_not_found": "`opendsec templates` lists them; snapshots go by --from-snapshot.",
+    "template_not_found": "`opendsec template ls` lists them; snapshots go by --from-snapshot.",
+    "build_failed": "Mend the step and build again; `opendsec template logs NAME` shows the log.",
+    "build_not_found": "`opendsec template inspect NAME` lists its builds.",
     "snapshot_not_found": "`opendsec snapshot ls` lists them.",
     "image_not_found": "Check the reference and its tag; `opendsec image ls` lists those here.",
     "image_in_use": "End or delete what uses it first.",
