@@ -158,6 +158,7 @@ class Packing:
         await _check_disk(disk)
         await finish_in_thread(target.mkdir, 0o700)
         await finish_in_thread(_mount_disk, disk, target)
+        crash.point("pack:mounted")
         try:
             with _held(target) as upper:
                 yield upper

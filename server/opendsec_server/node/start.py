@@ -2,7 +2,8 @@
 """Start commands: programs that are started with a sandbox, awaited, and left running.
 
 The guest agent starts them as it starts any program; it lets them go on when our stream closes.
-What they print until they are ready is kept in ``start.log`` beside the sandbox's files.
+It keeps their latest output in ``/run/opendsec/start.log`` of the sandbox. What they print until
+they are ready is also kept in ``start.log`` beside the sandbox's files.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .paths import NodePaths
 from .sandbox import Sandbox
 
 TAG = "opendsec-start"
-"""By which the program can be found among the agent's."""
+"""By which the program can be found among the agent's, and by which it knows to keep its output."""
 LOG_FILE = "start.log"
 _COMMAND_CHARS_MAX = 200
 _TAIL_CHARS = 2_000

@@ -270,3 +270,32 @@ async def test_layers_start_command_and_pack(node: NodeProcess) -> None:
     child = await node.create(image=again_packed["digest"], **options)
     assert await sh(node, child, "ls /data") == "later\nmine\nnew\n"
     assert not list((node.config.state_path / "pool/snapshots").iterdir())
+
+
+async def test_a_start_command_that_fails(node: NodeProcess) -> None:
+    for script, ready, code, words in (
+        ("echo no luck; exit 7", ReadyCheck(port=1), "sandbox_start_failed", "status 7"),
+        ("sleep 999", ReadyCheck(port=1, timeout_s=2), "start_timeout", "port 1"),
+    ):
+        start = StartCommand(argv=("/bin/sh", "-c", script), ready=ready)
+        with pytest.raises(CallError, match=words) as error:
+            await create(node, start=start)
+        assert error.value.code == code
+    assert await node.call("list") == []
+    assert not list((node.config.state_path / "pool/templates").iterdir())
+
+
+async def test_killed_while_packing(make_node: MakeNode) -> None:
+    node = make_node()
+    await node.start(OPENDSEC_CRASH_AT="pack:mounted")
+    spec = await create(node)
+    await node.exec(spec, "echo kept > ~/file")
+    with pytest.raises(ConnectionError):
+        await node.call("pack", spec.sandbox_id, {})
+    await node.wait()
+    await again(node)
+    assert await node.state(spec.sandbox_id) == "running"
+    assert not list((node.config.state_path / "pool/snapshots").iterdir())
+    packed = await node.call("pack", spec.sandbox_id, {})
+    child = await node.create(image=packed["digest"])
+    assert (await node.exec(child, "cat ~/file"))[1] == "kept\n"

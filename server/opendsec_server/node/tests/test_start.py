@@ -66,6 +66,16 @@ async def test_user_directory_environment_and_command(node: NodeProcess) -> None
     assert (await node.exec(spec, "pgrep -fc '^sleep 55'"))[1] == "1\n"
 
 
+async def test_its_output_is_kept(node: NodeProcess) -> None:
+    script = "echo first; sleep 1; head -c 700000 /dev/zero | tr '\\0' x; echo last; exec sleep 77"
+    spec = await node.create(start=sh(script))
+    look = "until tail -n1 /run/opendsec/start.log | grep -q last; do sleep 0.1; done;"
+    look += "stat -c '%s %a %U' /run/opendsec/start.log*"
+    seen = (await node.exec(spec, look, "root"))[1].split()
+    assert seen[1:3] == ["640", "root"]
+    assert sum(map(int, seen[::3])) < 700_000
+
+
 async def test_one_that_goes_into_the_background(node: NodeProcess) -> None:
     spec = await node.create(
         start=sh("(sleep 0.5; touch /tmp/up) & exit 0", command="test -e /tmp/up")
