@@ -65,6 +65,15 @@ class World:
         whole = self._whole(images, digest)
         return {n: data.decode() for n, (info, data) in whole.items() if info.isreg()}
 
+    def count(self, images: Images, digest: str, folder: str) -> int:
+        """How many entries a directory of an image has."""
+        store = images.store
+        layers = [store.layer_path(layer) for layer in store.find(digest).layers]
+        with store.scratch("look") as scratch:
+            script = f'ls -U "merged/$0" | wc -l > {scratch}/count'
+            asyncio.run(run_merged(layers, scratch, ["sh", "-c", script, folder]))
+            return int((scratch / "count").read_text())
+
     def _whole(self, images: Images, digest: str) -> dict[str, tuple[tarfile.TarInfo, bytes]]:
         store = images.store
         layers = [store.layer_path(layer) for layer in store.find(digest).layers]
