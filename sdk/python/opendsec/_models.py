@@ -103,6 +103,8 @@ class ImageInfo(msgspec.Struct, kw_only=True, frozen=True):
         layers: Digests (hex) of its layers, the lowest first.
         size_bytes: Of its layers on disk; other images may share them.
         source: Digest of the OCI manifest that it was pulled as; None: made on the server.
+        on_demand_bytes: Length of those of its layers whose data is fetched as it is read.
+        fetched_bytes: What of them is on the server.
     """
 
     digest: str
@@ -113,6 +115,8 @@ class ImageInfo(msgspec.Struct, kw_only=True, frozen=True):
     source: str | None = None
     created_at: datetime | None = None
     last_used_at: datetime | None = None
+    on_demand_bytes: int = 0
+    fetched_bytes: int = 0
 
 
 class ImagePull(msgspec.Struct, kw_only=True, frozen=True):

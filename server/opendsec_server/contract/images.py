@@ -50,6 +50,10 @@ class ImageInfo(msgspec.Struct, kw_only=True, frozen=True):
     """Digest of the OCI manifest it was pulled as. None: made here."""
     created_at: float
     last_used_at: float
+    on_demand_bytes: int = 0
+    """Length of those of its layers whose data lies on a store and is fetched as it is read."""
+    fetched_bytes: int = 0
+    """What of them is here."""
 
 
 ImageInfos = list[ImageInfo]

@@ -118,6 +118,19 @@ class Lifecycle:
             raise _not_found(sandbox_id)
         return record
 
+    async def with_trouble(self, record: SandboxRecord) -> SandboxRecord:
+        """With what the node says of a running sandbox now, such as that the store of its image is
+        lost."""
+        if record.state is not State.RUNNING:
+            return record
+        try:
+            status = await self._node.get(record.sandbox_id)
+        except OpendsecError:
+            return record
+        if status.state is not State.RUNNING or status.message is None:
+            return record
+        return msgspec.structs.replace(record, message=status.message)
+
     async def page(self, wanted: SandboxFilter) -> Page:
         """One page of a project's sandboxes."""
         one_more = msgspec.structs.replace(wanted, limit=wanted.limit + 1)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""``opendsecd image``: disk images that full virtual machines begin as."""
+"""``opendsecd image``: disk images that full virtual machines begin as, and images on demand."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -13,14 +14,19 @@ import msgspec
 import typer
 
 from opendsec_server.config import Config, ConfigError, load_config
+from opendsec_server.contract.errors import OpendsecError
 from opendsec_server.contract.node import Firmware
+from opendsec_server.images import lazy
 from opendsec_server.images.disk_images import DiskImageError, DiskImageNotFound, DiskImages
+from opendsec_server.images.store import ImageStore
 
 EX_CONFIG = 78
 RESERVED = ("base",)
 """Templates of the installation that are no disk images."""
 
-app = typer.Typer(help="Disk images for full virtual machines.", no_args_is_help=True)
+app = typer.Typer(
+    help="Disk images for full virtual machines; images on demand.", no_args_is_help=True
+)
 
 ConfigOption = Annotated[
     Path | None,
@@ -33,14 +39,17 @@ def _fail(message: str) -> NoReturn:
     raise typer.Exit(EX_CONFIG)
 
 
-def _images(path: Path | None) -> DiskImages:
+def _settings(path: Path | None) -> Config:
     if os.geteuid() != 0:
         _fail("run this as root: only root can see the server's files")
     try:
-        config: Config = load_config(path)
+        return load_config(path)
     except ConfigError as exc:
         _fail(str(exc))
-    return DiskImages(config.state_path / "images")
+
+
+def _images(path: Path | None) -> DiskImages:
+    return DiskImages(_settings(path).state_path / "images")
 
 
 @app.command("import")
@@ -106,3 +115,74 @@ def remove_image(
     """Forget a disk image. Sandboxes and snapshots made of it go on."""
     if not _images(config).remove(name):
         _fail(f"there is no disk image {name}")
+
+
+# --- images on demand -------------------------------------------------------------
+
+
+def _store(path: Path | None) -> ImageStore:
+    return ImageStore(_settings(path).state_path / "images")
+
+
+@app.command("publish")
+def publish_image(
+    name: Annotated[str, typer.Argument(help="Name, reference or digest of an image.")],
+    directory: Annotated[Path, typer.Argument(help="Where to write it.")],
+    config: ConfigOption = None,
+    chunk_kb: Annotated[
+        int, typer.Option(help="What is fetched and checked as one: a power of two.")
+    ] = lazy.CHUNK_BYTES >> 10,
+) -> None:
+    """Write an image into a directory that a web server, an object store or a shared file system
+    serves, for nodes that start it on demand."""
+    store = _store(config)
+    try:
+        image = store.find(name)
+        with store.pinned(image.layers):
+            digest = lazy.publish(store, image, directory, chunk_bytes=chunk_kb << 10)
+    except (OpendsecError, OSError, RuntimeError) as exc:
+        _fail(str(exc))
+    typer.echo(f"{digest}\n{directory}: upload all of it, {lazy.IMAGE_FILE} last")
+
+
+@app.command("attach")
+def attach_image(
+    place: Annotated[
+        str, typer.Argument(help="Address or directory of a published image; @sha256:… pins it.")
+    ],
+    config: ConfigOption = None,
+    name: Annotated[str | None, typer.Option(help="A name for it.")] = None,
+) -> None:
+    """Have a published image on this node: its metadata now, its data as it is read."""
+    store = _store(config)
+    if not place.startswith(lazy.PREFIX):
+        is_address = place.startswith(("http://", "https://"))
+        place = lazy.PREFIX + (place if is_address else f"dir:{Path(place).absolute()}")
+    try:
+        source = lazy.parse(place)
+        assert source is not None
+        image = asyncio.run(lazy.attach(store, source, None))
+        if name is not None:
+            store.name(image.digest, [name])
+    except (OpendsecError, OSError) as exc:
+        _fail(str(exc))
+    size = store.info(image).on_demand_bytes
+    typer.echo(f"{image.digest}  {source.text}  {size >> 20} MiB on demand")
+
+
+@app.command("trace")
+def publish_trace(
+    name: Annotated[str, typer.Argument(help="An attached image that was started here.")],
+    directory: Annotated[Path, typer.Argument(help="The directory that it was published to.")],
+    config: ConfigOption = None,
+) -> None:
+    """Put the order in which an image's data was first read here beside the published image:
+    nodes that attach it from then on fetch that ahead."""
+    store = _store(config)
+    try:
+        count = lazy.publish_traces(store, store.find(name), directory)
+    except (OpendsecError, OSError) as exc:
+        _fail(str(exc))
+    if not count:
+        _fail("nothing was recorded: a trace is written a minute after the first read of a layer")
+    typer.echo(f"traces of {count} layers")

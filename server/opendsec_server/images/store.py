@@ -209,6 +209,7 @@ class ImageStore:
             used_at = self._record_path(image.digest).stat().st_mtime
         except FileNotFoundError:
             used_at = image.created_at
+        remote = [layer for layer in set(image.layers) if self.is_remote(layer)]
         return ImageInfo(
             digest=image.digest,
             names=tuple(sorted(name for name, digest in names.items() if digest == image.digest)),
@@ -218,6 +219,8 @@ class ImageStore:
             source=image.source,
             created_at=image.created_at,
             last_used_at=used_at,
+            on_demand_bytes=sum(self.layer(layer).size_bytes for layer in remote),
+            fetched_bytes=sum(self.layer_bytes(layer) for layer in remote),
         )
 
     def has_layer(self, layer: str) -> bool:

@@ -80,6 +80,8 @@ def image_of(image: ImageInfo) -> schemas.Image:
         source=image.source,
         created_at=rfc3339(image.created_at),
         last_used_at=rfc3339(image.last_used_at),
+        on_demand_bytes=image.on_demand_bytes,
+        fetched_bytes=image.fetched_bytes,
     )
 
 

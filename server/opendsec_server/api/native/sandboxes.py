@@ -232,6 +232,7 @@ async def list_sandboxes(request: Request) -> Response[bytes]:
 async def get_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     services = services_of(request)
     record = await services.lifecycle.get(caller_of(request), segment(sandbox_id))
+    record = await services.lifecycle.with_trouble(record)
     return answer(sandbox_of(services, record, tokens=True))
 
 

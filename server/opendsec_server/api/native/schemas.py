@@ -380,6 +380,11 @@ class Image(Struct, kw_only=True, frozen=True):
     ]
     created_at: Time
     last_used_at: Time
+    on_demand_bytes: Annotated[
+        int,
+        Meta(description="Length of those of its layers whose data is fetched as it is read."),
+    ]
+    fetched_bytes: Annotated[int, Meta(description="What of them is here.")]
 
 
 class CreateKey(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

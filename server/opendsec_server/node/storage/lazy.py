@@ -67,6 +67,8 @@ class LazyLayers:
     def __init__(self, store: ImageStore) -> None:
         self._store = store
         self._watched: dict[str, LazyStatus | None] = {}
+        self._cut_off: set[str] = set()
+        """Devices that have still the file of a program that ended."""
         self._failed_at: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self._changing = threading.RLock()
@@ -114,9 +116,13 @@ class LazyLayers:
             if time.monotonic() - self._failed_at.get(layer, 0.0) < _RESTART_PAUSE_S:
                 return
             log.warning("the program of a remote layer is started again", layer=layer)
+            self._cut_off.add(layer)
+        if layer in self._cut_off:
             try:
-                self._start(layer)
+                if now is None:
+                    self._start(layer)
                 self._reconnect(layer)
+                self._cut_off.discard(layer)
             except (Internal, OSError) as exc:
                 self._failed_at[layer] = time.monotonic()
                 log.error("a remote layer cannot be served", layer=layer, error=str(exc))
@@ -254,13 +260,12 @@ class LazyLayers:
 
     def _reconnect(self, layer: str) -> None:
         """Let the device go on with the file of the new process."""
-        device = (self._store.layer_dir(layer) / DEVICE_LINK).readlink()
-        known = Path(f"/sys/block/{device.name}/loop/backing_file").read_text()
-        if layer not in known:
-            raise Internal(f"{device} is not the device of layer {layer}")
+        # Asked of the mount itself: a link may name what is somebody else's by now.
+        mounted = mountns.on_host(self._store.mount_path(layer).stat).st_dev
+        device = f"/dev/block/{os.major(mounted)}:{os.minor(mounted)}"
         backing = self._open(layer)
         try:
-            change_backing(str(device), backing)
+            change_backing(device, backing)
         finally:
             os.close(backing)
 

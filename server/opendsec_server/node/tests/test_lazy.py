@@ -49,8 +49,8 @@ def web(scratch: Path) -> Iterator[LazyStore]:
 
 
 def noise() -> bytes:
-    """Four MB that do not compress: files lie where they lie."""
-    return os.urandom(4 << 20)
+    """A megabyte that does not compress: files lie where they lie."""
+    return os.urandom(1 << 20)
 
 
 async def published(node: NodeProcess, web: LazyStore, *trees: Tree) -> list[Path]:
@@ -105,7 +105,9 @@ async def test_from_a_directory(lazy_node: NodeProcess, web: LazyStore) -> None:
 
 async def test_only_what_is_read_is_fetched(lazy_node: NodeProcess, web: LazyStore) -> None:
     content = noise()
-    (file,) = await published(lazy_node, web, busybox() | {"data/noise": content})
+    (file,) = await published(
+        lazy_node, web, busybox() | {"data/noise": content, "data/unread": noise() * 2}
+    )
     digest = await attached(lazy_node, f"lazy+{web.url}")
     assert web.ranges == []
     spec = await lazy_node.create(image=digest, **ROOT)
@@ -132,7 +134,7 @@ async def test_a_lost_store(lazy_node: NodeProcess, web: LazyStore) -> None:
     web.down()
     done = await run(lazy_node, spec, "cat", "/data/noise")
     assert done["exit_code"] != 0
-    assert b"I/O error" in done["stderr"]
+    assert b"Input/output error" in done["stderr"]
     assert await sh(lazy_node, spec, "cat /data/seen") == "seen"
 
     async def message() -> str:
@@ -148,7 +150,7 @@ async def test_a_lost_store(lazy_node: NodeProcess, web: LazyStore) -> None:
     web.up()
     await eventually(lambda: status(lazy_node).lost_since is None)
     done = await run(lazy_node, spec, "cat", "/data/noise")
-    assert (done["exit_code"], len(done["stdout"])) == (0, 4 << 20)
+    assert (done["exit_code"], len(done["stdout"])) == (0, 1 << 20)
 
 
 @pytest.mark.parametrize("fault", ["altered", "short", "error", "no-ranges"])
@@ -230,7 +232,7 @@ async def test_a_recorded_start_is_fetched_ahead(lazy_node: NodeProcess, web: La
     await published(lazy_node, web, busybox() | {"data/noise": noise()})
     digest = await attached(lazy_node, f"lazy+{web.url}")
     spec = await lazy_node.create(image=digest, **ROOT)
-    await sh(lazy_node, spec, "head -c 1000000 /data/noise | cat > /dev/null")
+    await sh(lazy_node, spec, "head -c 400000 /data/noise | cat > /dev/null")
     store = store_of(lazy_node.config)
     (layer,) = store.find(digest).layers
     await eventually((store.layer_dir(layer) / "trace").exists)
@@ -239,8 +241,8 @@ async def test_a_recorded_start_is_fetched_ahead(lazy_node: NodeProcess, web: La
     await lazy_node.call("remove_image", digest)
     digest = await attached(lazy_node, f"lazy+{web.url}")
     spec = await lazy_node.create(image=digest, **ROOT)
-    await eventually(lambda: status(lazy_node).chunks_prefetched * CHUNK >= 800_000)
-    await sh(lazy_node, spec, "head -c 1000000 /data/noise | cat > /dev/null")
+    await eventually(lambda: status(lazy_node).chunks_prefetched * CHUNK >= 350_000)
+    await sh(lazy_node, spec, "head -c 400000 /data/noise | cat > /dev/null")
 
 
 async def test_stores_that_may_not_be_used(lazy_node: NodeProcess, web: LazyStore) -> None:
@@ -248,7 +250,7 @@ async def test_stores_that_may_not_be_used(lazy_node: NodeProcess, web: LazyStor
         "lazy+http://127.0.0.1:1/x",
         "lazy+dir:/etc",
         f"lazy+dir:{web.root}/../..",
-        f"lazy+{web.url}0/",
+        f"lazy+{web.url.replace('0.0.1', '0.0.11')}/",
         f"lazy+{web.url}/../x",
     ):
         with pytest.raises(CallError) as error:
