@@ -48,6 +48,8 @@ pub const OUTPUT_QUEUE_EVENTS: usize = 8;
 pub const STREAM_STALL_MAX: Duration = Duration::from_secs(300);
 /// How long the end of a command waits for a descendant to close the output pipes.
 pub const OUTPUT_GRACE: Duration = Duration::from_millis(100);
+/// One of the two files with the latest output of a sandbox's start command.
+pub const START_LOG_BYTES_MAX: u64 = 256 * 1024;
 /// How long a late `Connect` still gets the exit status.
 pub const EXIT_RETENTION: Duration = Duration::from_secs(30);
 /// Default time between keepalive events of an idle stream.

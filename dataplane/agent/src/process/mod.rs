@@ -2,6 +2,7 @@
 //! Programs in the sandbox: starting, watching, feeding, ending them.
 
 mod exit;
+mod keep;
 mod live;
 mod messages;
 mod output;

@@ -14,6 +14,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::exit::Exit;
+use super::keep;
 use super::live::{Event, Feed, Process, winsize};
 use super::messages::{ProcessConfig, Pty, StartRequest};
 use super::output::{self, Source};
@@ -113,6 +114,9 @@ pub async fn start(
         ends.terminal,
     ));
     let events = process.listen();
+    if process.tag.as_deref() == Some(keep::TAG) {
+        tokio::spawn(keep::keep(process.listen()));
+    }
     agent.processes.enter(&process);
     drop(place);
     let readers = ends
