@@ -465,7 +465,10 @@ class Runner:
             return Result(shape=shape, start=None)
         self._say("trying the start command" if start else "waiting for the ready command")
         try:
-            async with self._tools.builders.sandbox(self._sizes, shape, start) as sandbox_id:
+            # As those of the template will be: a machine's memory is saved for the next ones.
+            async with self._tools.builders.sandbox(
+                self._sizes, shape, start, disk_mb=self._build.disk_mb
+            ) as sandbox_id:
                 if ready:
                     await self._await_ready(sandbox_id, shape, ready)
         except (SandboxStartFailed, StartTimeout, AgentUnresponsive) as exc:

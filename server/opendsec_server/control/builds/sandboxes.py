@@ -76,9 +76,20 @@ class Builders:
 
     @contextlib.asynccontextmanager
     async def sandbox(
-        self, sizes: Sizes, shape: Shape, start: StartCommand | None = None
+        self,
+        sizes: Sizes,
+        shape: Shape,
+        start: StartCommand | None = None,
+        *,
+        disk_mb: int | None = None,
     ) -> AsyncIterator[str]:
         """A running sandbox of a shape's image; gone afterwards, whatever happens.
+
+        Args:
+            sizes: What it gets.
+            shape: What it is made of.
+            start: Started in it, and awaited.
+            disk_mb: None: what a step may write.
 
         Raises:
             OpendsecError: as the node's create.
@@ -94,12 +105,12 @@ class Builders:
             start=start,
             cpu=sizes.cpu,
             memory_mb=sizes.memory_mb,
-            disk_mb=self._config.build_disk_mb,
+            disk_mb=self._config.build_disk_mb if disk_mb is None else disk_mb,
             env=shape.env,
             created_at=now,
             end_at=sizes.end_at + END_SLACK_S,
             timeout_s=max(1.0, sizes.end_at + END_SLACK_S - now),
-            network=NetworkPolicy(internet=self._config.build_internet, allow_public_traffic=False),
+            network=NetworkPolicy(internet=self._config.build_internet),
             default_user=shape.user,
             default_workdir=shape.workdir,
             access_token=self._mint.access(sandbox_id),

@@ -138,6 +138,10 @@ async def test_a_sandbox_of_a_built_template_has_what_its_steps_made(
     assert spec.start.argv[-1] == "serve"
     assert (spec.start.user, spec.start.workdir) == ("worker", "/app/sub")
     assert spec.start.ready == ReadyCheck(port=8000)
+    # The one that it was tried in was such a one: its saved memory fits.
+    (tried,) = [s for s in node.specs.values() if s.start and s.sandbox_id != spec.sandbox_id]
+    for field in ("image", "start", "cpu", "memory_mb", "disk_mb", "default_user", "network"):
+        assert getattr(tried, field) == getattr(spec, field), field
     config = (await node.images.get(build.image or "")).config
     assert (config.user, config.workdir) == ("worker", "/app/sub")
     assert config.env == {"COLOUR": "green", "SIZE": "9"}
