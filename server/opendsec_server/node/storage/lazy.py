@@ -83,6 +83,8 @@ class LazyLayers:
                 continue
             if mountns.is_mounted_on_host(self._store.mount_path(layer)):
                 self._watched[layer] = None
+                # The last daemon may have ended between the two steps of a restart.
+                self._cut_off.add(layer)
             else:
                 await asyncio.to_thread(self.end, layer)
         self._watch = asyncio.create_task(self._keep_watch(), name="lazy-layers")
@@ -262,7 +264,8 @@ class LazyLayers:
         """Let the device go on with the file of the new process."""
         # Asked of the mount itself: a link may name what is somebody else's by now.
         mounted = mountns.on_host(self._store.mount_path(layer).stat).st_dev
-        device = f"/dev/block/{os.major(mounted)}:{os.minor(mounted)}"
+        number = f"{os.major(mounted)}:{os.minor(mounted)}"
+        device = f"/dev/{Path(f'/sys/dev/block/{number}').readlink().name}"
         backing = self._open(layer)
         try:
             change_backing(device, backing)
