@@ -370,6 +370,21 @@ fn what_cannot_be_packed() {
     let from = upper.root();
     let output = run(&["pack", "--from", from.to_str().unwrap()], b"");
     assert_eq!(code(&output), 3, "{output:?}");
+    // A sparse file would be written out whole.
+    let upper = World::new();
+    fs::File::create(upper.at("huge"))
+        .unwrap()
+        .set_len(1 << 40)
+        .unwrap();
+    let from = upper.root();
+    let bounded = [
+        "pack",
+        "--from",
+        from.to_str().unwrap(),
+        "--bytes-max",
+        "1000000",
+    ];
+    assert_eq!(code(&run(&bounded, b"")), 5);
     let full = Command::new(PROGRAM)
         .args(["pack", "--from", "/etc"])
         .stdout(fs::File::create("/dev/full").unwrap())
