@@ -7,6 +7,7 @@ import asyncio
 import errno
 import hashlib
 import io
+import os
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -634,6 +635,23 @@ async def test_files_are_there_whole_or_not_at_all(
     assert uploads.present(caller.project_id, name)
     assert (folder / name).stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+async def test_files_that_nobody_needs_are_removed(
+    services: Services, caller: Caller, config: Config, node: FakeNode
+) -> None:
+    kept, old = await send(services, caller, archive(a="1")), "b" * 64
+    folder = Path(config.state_dir) / "builds" / "files" / caller.project_id
+    (folder / old).write_bytes(b"x")
+    os.utime(folder / old, (0, 0))
+    half = services.builds.uploads.scratch(caller.project_id)
+    half.write_bytes(b"half")
+    services.builds.uploads.sweep()
+    assert sorted(path.name for path in folder.iterdir()) == sorted([half.name, kept])
+    await services.stop()
+    again = await Services.start(config, node)
+    assert [path.name for path in folder.iterdir()] == [kept]
+    await again.stop()
 
 
 async def test_copy_between_stages_is_built_first(
