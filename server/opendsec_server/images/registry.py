@@ -8,6 +8,7 @@ manifest: its status is the evidence (OCI distribution-spec 1.1).
 from __future__ import annotations
 
 import re
+import ssl
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from time import time
@@ -46,7 +47,7 @@ _DENIED = re.compile(
     r"unauthorized|authentication required|access to the resource is denied|\bdenied\b|"
     r"invalid username/password|unable to retrieve auth token|forbidden", re.I,
 )  # fmt: skip
-_LIMITED = re.compile(r"toomanyrequests|too many requests|\b429\b", re.I)
+_LIMITED = re.compile(r"toomanyrequests|too many requests", re.I)
 _DAMAGED = re.compile(
     r"does not match digest|manifest digest|corrupt|digest verification|invalid manifest|"
     r"unsupported (?:schema|manifest)|unimplemented manifest|cannot unmarshal|invalid character|"
@@ -102,10 +103,14 @@ async def explain(
     error = None if push else from_text(text, what)
     if error is None:
         error = await probe(endpoint, reference, auth, push=push)
-    if error is None and _LIMITED.search(text):
-        error = RegistryLimited(f"{what}: too many requests", retry_after_s=_RETRY_AFTER_DEFAULT_S)
-    if error is None and _DENIED.search(text):
-        error = RegistryDenied(f"{what}: {text.strip()[-300:]}")
+    if error is None or isinstance(error, RegistryUnavailable):
+        # Skopeo may have got further than we do: it has certificates of its own.
+        if _LIMITED.search(text):
+            return RegistryLimited(
+                f"{what}: too many requests", retry_after_s=_RETRY_AFTER_DEFAULT_S
+            )
+        if _DENIED.search(text):
+            return RegistryDenied(f"{what}: {text.strip()[-300:]}")
     return error or RegistryUnavailable(f"{what}: {text.strip()[-500:]}")
 
 
@@ -118,7 +123,7 @@ async def probe(
     schemes = ("https", "http") if endpoint.insecure else ("https",)
     error: OpendsecError | None = None
     async with httpx2.AsyncClient(
-        verify=not endpoint.insecure,
+        verify=False if endpoint.insecure else ssl.create_default_context(),
         timeout=limits.PROBE_TIMEOUT_S,
         follow_redirects=False,
         trust_env=not is_loopback(host),
