@@ -177,6 +177,8 @@ def test_server_killed_in_the_middle_of_a_pull(
 ) -> None:
     make_layout(tmp_path / "l", [files(first="1"), tar_of([Entry("big", os.urandom(1 << 20))])])
     registry.push(tmp_path / "l", "e2e/killed:1")
+    layers = server.config.state_path / "images/layers"
+    before = set(layers.iterdir())
     reached = threading.Event()
     let_go = threading.Event()
 
@@ -201,6 +203,10 @@ def test_server_killed_in_the_middle_of_a_pull(
         thread = threading.Thread(target=pull)
         thread.start()
         assert reached.wait(30)
+        until = time.monotonic() + 30
+        while set(layers.iterdir()) <= before:
+            assert time.monotonic() < until
+            time.sleep(0.05)
         server.kill_daemon()
         thread.join(30)
         assert failures, "the caller is told"
@@ -213,8 +219,11 @@ def test_server_killed_in_the_middle_of_a_pull(
         server.start()
         assert not half_made(server)
         assert reference not in {n for image in client.images.list() for n in image.names}
+        whole = proxy.blobs()[1]
+        proxy.requests.clear()
         image = client.images.pull(reference)
         assert len(image.layers) == 2
+        assert whole not in proxy.blobs(), "what was whole is not sent again"
         assert not half_made(server)
 
 

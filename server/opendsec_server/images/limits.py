@@ -39,6 +39,9 @@ PROBE_TIMEOUT_S = 10.0
 ORPHAN_LAYER_KEPT_S = 300.0
 """When room is made, layers of failed pulls go if they have waited this long for a repetition."""
 
+ORPHAN_LAYER_SWEPT_S = 3_600.0
+"""The same at the daemon's start."""
+
 DISK_FREE_FLOOR_BYTES = 512 * 1024 * 1024
 """Below this on the store's file system, nothing is pulled or built."""
 

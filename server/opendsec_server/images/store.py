@@ -40,6 +40,7 @@ import msgspec
 from opendsec_server.contract.errors import ImageNotFound, InvalidRequest
 from opendsec_server.contract.images import DIGEST_RE, ImageConfig, ImageInfo
 
+from . import limits
 from .files import copy_or_link, sha256_of, sync, write_atomically
 from .references import canonical
 
@@ -370,7 +371,7 @@ class ImageStore:
     ) -> str:
         """Take a finished layer file into the store; its digest, hex.
 
-        A layer that no image has is removed at the daemon's next start. The file is linked where
+        A layer that no image has is removed sooner or later. The file is linked where
         possible, copied otherwise, and itself left alone.
 
         Args:
@@ -558,11 +559,12 @@ class ImageStore:
             return self._remove_layers(old)
 
     def sweep(self) -> None:
-        """What a killed daemon left: half-made things, and layers that no image has. Call it
-        before anything is pulled or built."""
+        """What a killed daemon left half-made; and layers that no image has, unless they were made
+        just now: a pull that is repeated goes on from them. Call it before anything is pulled or
+        built."""
         shutil.rmtree(self.root / "pulls", ignore_errors=True)
+        self.remove_orphans(limits.ORPHAN_LAYER_SWEPT_S)
         with self._changing():
-            self._remove_layers(set(self.layers()))
             diffs = self.root / "diffs"
             if diffs.is_dir():
                 for path in diffs.iterdir():

@@ -314,8 +314,11 @@ def test_pull_killed_in_the_middle(
 def test_what_a_killed_pull_left_is_swept(world: World, registry: Registry, tmp_path: Path) -> None:
     images = world.images()
     (tmp_path / "orphan").write_bytes(b"layer")
-    images.store.adopt(tmp_path / "orphan", key="sha256:" + "0" * 64)
+    layer = images.store.adopt(tmp_path / "orphan", key="sha256:" + "0" * 64)
     (world.root / "images/pulls/half").mkdir(parents=True)
+    asyncio.run(images.sweep())
+    assert images.store.layers() == [layer], "a repeated pull may go on from it"
+    os.utime(world.root / f"images/layers/{layer}/layer.json", (1, 1))
     asyncio.run(images.sweep())
     assert images.store.layers() == []
     assert not pulls_left(world)
