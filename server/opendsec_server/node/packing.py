@@ -22,6 +22,7 @@ import structlog
 from opendsec_server.binaries import find_layer
 from opendsec_server.contract.errors import (
     ImageNotFound,
+    Internal,
     NodeFull,
     NotSupported,
     SnapshotFailed,
@@ -140,7 +141,14 @@ class Packing:
         crash.point("pack:copied")
         if await finish_in_thread(_is_untouched, tree):
             return None
-        await make_erofs(tree, file)
+        try:
+            await make_erofs(tree, file)
+        except Internal as exc:
+            raise SnapshotFailed(
+                f"its changes cannot be a layer: {exc.message}",
+                remediation="Names of 255 bytes are too long for erofs-utils 1.5; or look at the "
+                "node's log.",
+            ) from exc
         await self._room.make(file.stat().st_size)
         return await finish_in_thread(self._store.adopt, file, hold=hold)
 
@@ -181,7 +189,11 @@ def _held(parent: Path) -> Iterator[Path]:
 
 
 async def _copy_upper(upper: Path, tree: Path, left_out: Sequence[str]) -> None:
-    argv = [str(find_layer()), "copy-upper", "--from", str(upper), "--into", str(tree)]
+    argv = [
+        str(find_layer()), "copy-upper", "--from", str(upper), "--into", str(tree),
+        "--bytes-max", str(limits.PACK_FILES_BYTES_MAX),
+        "--entries-max", str(limits.PACK_ENTRIES_MAX),
+    ]  # fmt: skip
     for pattern in left_out:
         argv += ["--exclude", pattern]
     done = await _tool(argv)

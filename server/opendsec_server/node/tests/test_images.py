@@ -167,6 +167,18 @@ async def test_a_hostile_tree_is_packed_as_it_is(node: NodeProcess) -> None:
     assert seen == ("/etc/shadow\n/\n../../../../etc\nfifo\n2\n9\n127.0.0.1\tlocalhost\n"), seen
 
 
+async def test_a_file_of_holes_is_not_packed(node: NodeProcess) -> None:
+    spec = await node.create(default_user="root")
+    await sh(node, spec, "truncate -s 1T /hole; mkdir /kept")
+    with pytest.raises(CallError, match="bytes of files") as error:
+        await pack(node, spec)
+    assert error.value.code == "node_full"
+    assert await sh(node, spec, "rm /hole; echo on") == "on\n"
+    packed = await pack(node, spec)
+    child = await node.create(image=packed["digest"])
+    assert await sh(node, child, "ls -d /kept") == "/kept\n"
+
+
 @pytest.mark.parametrize("point", ["pack:copied", "pack:layer", "snapshot:made"])
 async def test_killed_while_packing(make_node: MakeNode, point: str) -> None:
     node = make_node()
@@ -186,6 +198,21 @@ async def test_killed_while_packing(make_node: MakeNode, point: str) -> None:
     packed = await pack(node, spec)
     child = await node.create(image=packed["digest"])
     assert (await node.exec(child, "cat ~/file"))[1] == "kept\n"
+
+
+async def test_what_cannot_be_a_layer_leaves_nothing(node: NodeProcess) -> None:
+    spec = await node.create()
+    layers = set(store_of(node.config).layers())
+    await node.exec(spec, "touch /tmp/$(printf 'n%.0s' $(seq 255)); echo kept > ~/file")
+    try:
+        await pack(node, spec)  # newer tools can
+    except CallError as error:
+        assert error.code == "snapshot_failed"
+        store = store_of(node.config)
+        assert set(store.layers()) == layers
+        assert not list((store.root / "pulls").iterdir())
+    assert not list((node.config.state_path / "pool/snapshots").iterdir())
+    assert (await node.exec(spec, "cat ~/file"))[1] == "kept\n"
 
 
 async def test_pack_of_what_is_not_there(node: NodeProcess) -> None:
