@@ -489,7 +489,6 @@ fn any_entry() -> impl Strategy<Value = (u8, String, String)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
     #[test]
     fn no_sequence_of_entries_gets_out(
         entries in proptest::collection::vec(any_entry(), 1..25),

@@ -121,3 +121,9 @@ READY_TIMEOUT_MAX_S = 3_600.0
 
 PACK_TOOL_TIMEOUT_S = 1_800.0
 """For one program that copies or checks what a sandbox wrote."""
+
+PACK_FILES_BYTES_MAX = 256 * 1024**3
+"""Length of all files that become one layer, holes counted: a layer is made by reading them."""
+
+PACK_ENTRIES_MAX = 4_000_000
+"""Files of one layer."""
