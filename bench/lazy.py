@@ -78,6 +78,7 @@ def full(client: Client, store: ImageStore, web: LazyStore, image: Image, argv: 
             urllib.request.urlretrieve(f"{web.url}/layers/{path.name}", scratch / str(at))
             layers.append(store.adopt(scratch / str(at), hold=hold))
         ordered = [layer for layer in image.layers if layer in layers]
+        assert len(ordered) == len(image.layers)
         digest = store.put(ordered, image.config).digest
     first_command(client, digest, argv)
     whole = time.perf_counter() - started

@@ -76,7 +76,6 @@ class LazyStore:
             to.send_error(404)
             return
         is_data = path.suffix == ".erofs"
-        data = path.read_bytes() if not is_data else b""
         match = _RANGE_RE.fullmatch(to.headers.get("Range", ""))
         if is_data and self.fault == "error":
             to.send_error(503)
@@ -89,6 +88,8 @@ class LazyStore:
                 data = file.read(last + 1 - first)
             with self._lock:
                 self.ranges.append((path.name, first, last))
+        else:
+            data = path.read_bytes()
         time.sleep(self.latency_s)
         if is_data and self.fault == "altered":
             data = bytes([data[0] ^ 1]) + data[1:]
