@@ -80,7 +80,7 @@ def test_references() -> None:
     assert source("lazy+dir:/a/../b").place == "/b"
     assert source("lazy+https://h/x").beside("layers/y") == "https://h/x/layers/y"
     for bad in ("lazy+", "lazy+dir:a", "lazy+file:///x", "lazy+http://", "lazy+http://u@h/",
-                "lazy+http://h:99999/", "lazy+http://h/ b", "lazy+https://h/@sha256:1"):  # fmt: skip
+                "lazy+http://h:99999/", "lazy+http://h/ b", "lazy+http://h/@sha256:1"):  # fmt: skip
         with pytest.raises(InvalidRequest):
             lazy.parse(bad)
 
