@@ -24,7 +24,7 @@ def tight() -> Iterator[Server]:
     if os.geteuid() != 0:
         pytest.skip("a real server needs root")
     server = new_server(
-        "e2t", "10.212.0.0/16", build_disk_mb=64, build_timeout_s=8, build_internet=False
+        "e2t", "10.229.0.0/16", build_disk_mb=64, build_timeout_s=8, build_internet=False
     )
     before = Snapshot.take("e2t", (server.root,))
     try:
