@@ -560,16 +560,20 @@ class ImageStore:
 
     def sweep(self) -> None:
         """What a killed daemon left half-made; and layers that no image has, unless they were made
-        just now: a pull that is repeated goes on from them. Call it before anything is pulled or
-        built."""
+        just now and can be found again: a pull that is repeated goes on from them. Call it before
+        anything is pulled or built."""
         shutil.rmtree(self.root / "pulls", ignore_errors=True)
         self.remove_orphans(limits.ORPHAN_LAYER_SWEPT_S)
         with self._changing():
-            diffs = self.root / "diffs"
-            if diffs.is_dir():
-                for path in diffs.iterdir():
-                    if not self.has_layer(path.read_text()):
-                        path.unlink()
+            diffs, found = self.root / "diffs", set()
+            for path in diffs.iterdir() if diffs.is_dir() else ():
+                layer = path.read_text()
+                if self.has_layer(layer):
+                    found.add(layer)
+                else:
+                    path.unlink()
+            # Packed of a sandbox, for an image that was not made any more.
+            self._remove_layers(set(self.layers()) - found)
 
     def _remove_layers(self, candidates: set[str]) -> tuple[int, int]:
         used = {layer for digest in self._digests() if (i := self._image(digest)) for layer in
