@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from opendsec_server.config import Config
 from opendsec_server.contract.errors import ImageInUse, ImageNotFound, InvalidRequest
@@ -37,6 +37,8 @@ class Images:
         config: Registries and limits.
         in_use: What sandboxes and snapshots name as their images: digests or names.
         unmount: Called with each layer (hex) before its file is removed.
+        have_remote: Called with an image whose layers are about to be read: those whose data lies
+            on a store get their devices. None: no image has such.
 
     Raises:
         ConfigError: a setting contradicts the machine.
@@ -48,12 +50,14 @@ class Images:
         config: Config,
         in_use: Callable[[], Iterable[str]],
         unmount: Callable[[str], None],
+        have_remote: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         credentials.check(config.registry_auth_file)
         self.store = store
         self._config = config
         self._named_in_use = in_use
         store.before_removal = unmount
+        self._have_remote = have_remote
         self.room = Room(store, config, self._in_use)
         self._puller = Puller(store, config, self.room)
         self._pusher = Pusher(store, config)
@@ -116,6 +120,8 @@ class Images:
         with disk_errors(), self.store.holding() as hold:
             await asyncio.to_thread(hold.add, layers)
             if len(set(layers)) > LAYERS_MAX:
+                for image in images:
+                    await self._readable(image.digest)
                 await self.room.make(sum(self.store.layer_bytes(layer) for layer in set(layers)))
                 layers = await collapse(self.store, layers, hold)
             return await self._told(await asyncio.to_thread(self.store.put, layers, config))
@@ -130,6 +136,7 @@ class Images:
             return image
         with self.store.holding() as hold:
             await asyncio.to_thread(hold.add, image.layers)
+            await self._readable(image.digest)
             await self.room.make(sum(self.store.layer_bytes(layer) for layer in image.layers))
             layers = await collapse(self.store, image.layers, hold, most)
             made = await asyncio.to_thread(self.store.put, layers, image.config)
@@ -192,8 +199,13 @@ class Images:
         """See ``NodeImages.push``."""
         image = await asyncio.to_thread(self.store.find, name)
         self.store.touch(image.digest)
+        await self._readable(image.digest)
         with disk_errors():
             return await self._pusher.push(image, references.parse(reference), auth)
+
+    async def _readable(self, digest: str) -> None:
+        if self._have_remote is not None:
+            await self._have_remote(digest)
 
     async def _told(self, image: Image) -> ImageInfo:
         return await asyncio.to_thread(self.store.info, image)

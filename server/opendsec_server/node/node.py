@@ -106,7 +106,11 @@ class Node:
         self._suspend = suspend
         self._backends = backends
         self._images = Images(
-            services.store, services.config, self._images_in_use, services.layers.forget
+            services.store,
+            services.config,
+            self._images_in_use,
+            services.layers.forget,
+            services.layers.resolve_remote,
         )
         self._packing = Packing(services, lifecycle, suspend, self._images)
         self._metrics = Metrics(services.cgroups, services.pool, self._running)

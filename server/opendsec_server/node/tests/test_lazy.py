@@ -302,3 +302,15 @@ async def test_a_microvm(lazy_node: NodeProcess, web: LazyStore) -> None:
             break
         await asyncio.sleep(0.2)
     assert done["stdout"] == content
+
+
+async def test_merged_before_it_was_used(lazy_node: NodeProcess, web: LazyStore) -> None:
+    await published(lazy_node, web, busybox() | {"top": "remote"})
+    digest = await attached(lazy_node, f"lazy+{web.url}")
+    trees: list[Tree] = [{f"files/{n}": "x"} for n in range(64)]
+    more = await make_image(store_of(lazy_node.config), *trees)
+    composed = await lazy_node.call("compose", [digest, more.digest])
+    assert len(composed["layers"]) <= 64
+    assert composed["on_demand_bytes"] == 0
+    spec = await lazy_node.create(image=composed["digest"], **ROOT)
+    assert await sh(lazy_node, spec, "cat /top; ls /files | grep -c .") == "remote64\n"
