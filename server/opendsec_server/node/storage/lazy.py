@@ -69,6 +69,8 @@ class LazyLayers:
         self._watched: dict[str, LazyStatus | None] = {}
         self._cut_off: set[str] = set()
         """Devices that have still the file of a program that ended."""
+        self._children: dict[str, int] = {}
+        """Processes that this daemon started."""
         self._failed_at: dict[str, float] = {}
         self._watch: asyncio.Task[None] | None = None
         self._changing = threading.RLock()
@@ -118,6 +120,7 @@ class LazyLayers:
             if time.monotonic() - self._failed_at.get(layer, 0.0) < _RESTART_PAUSE_S:
                 return
             log.warning("the program of a remote layer is started again", layer=layer)
+            _reap_child(self._children.pop(layer, None))
             self._cut_off.add(layer)
         if layer in self._cut_off:
             try:
@@ -128,6 +131,7 @@ class LazyLayers:
             except (Internal, OSError) as exc:
                 self._failed_at[layer] = time.monotonic()
                 log.error("a remote layer cannot be served", layer=layer, error=str(exc))
+        if now is None:
             return
         was_lost = before is not None and before.lost_since is not None
         if (now.lost_since is not None) != was_lost:
@@ -253,6 +257,7 @@ class LazyLayers:
             up = bool(came) and os.read(ready, 16).startswith(b"{}")
         finally:
             os.close(ready)
+        self._children[layer] = pid
         if not up:
             _end_process(pid)
             with contextlib.suppress(OSError):
@@ -291,6 +296,13 @@ def _end_process(pid: int) -> None:
         return
     finally:
         os.close(pidfd)
+
+
+def _reap_child(pid: int | None) -> None:
+    """Let go of a child that ended. Others' are their parents' business."""
+    if pid is not None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
 
 def mount_erofs(source: str, target: Path) -> None:
