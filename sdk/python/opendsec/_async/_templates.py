@@ -29,6 +29,7 @@ from opendsec._models import (
     TemplateDetail,
     TemplateInfo,
 )
+from opendsec._ready_made import READY_MADE
 from opendsec._retry import Repeat
 
 from ._concurrency import Listener, chunks, in_thread, sleep, tell
@@ -303,6 +304,36 @@ class AsyncTemplates:
             )
 
         await self._transport.exchange(make, repeat=Repeat.IDEMPOTENT)
+
+    async def make(
+        self, name: str, *, force: bool = False, on_log: LogCallback | None = None
+    ) -> Build:
+        """Build a ready-made template of that name: one of ``READY_MADE``.
+
+        Args:
+            name: ``python`` or ``node``.
+            force: Use no results of earlier builds: newer packages come in.
+            on_log: Called with each line of the log.
+
+        Raises:
+            TemplateNotFound: there is no such recipe.
+            BuildFailed: a step failed; most often the archive of its packages was not reached.
+            QuotaExceeded: the project has too many builds under way.
+        """
+        recipe = READY_MADE.get(name)
+        if recipe is None:
+            raise TemplateNotFound(
+                f"There is no ready-made template {name}.",
+                remediation=f"There are: {', '.join(READY_MADE)}.",
+            )
+        return await self.build(
+            name,
+            from_template="base",
+            steps=recipe.steps,
+            memory_mb=recipe.memory_mb,
+            force=force,
+            on_log=on_log,
+        )
 
     async def build_info(self, build_id: str) -> Build:
         """A build as it stands.

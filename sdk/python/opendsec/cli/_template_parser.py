@@ -24,6 +24,16 @@ def add_template(commands: Any) -> None:
     )
     inner = parser.add_subparsers(title="commands", metavar="COMMAND", dest="action", required=True)
     _add_template_build(inner)
+    p = _command(
+        inner,
+        "make",
+        "_templates:make",
+        "build ready-made templates; without a name, list what there is",
+        example="  opendsec template make python node",
+    )
+    p.add_argument("--no-cache", action="store_true", help="use no results of earlier builds")
+    p.add_argument("-q", "--quiet", action="store_true", help="show errors only")
+    p.add_argument("names", metavar="NAME", nargs="*", help="which")
     p = _command(inner, "ls", "_templates:ls", "list templates")
     p.add_argument("-q", "--quiet", action="store_true", help="names only")
     p = _command(inner, "inspect", "_templates:inspect", "all about a template, as JSON")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``template build|ls|inspect|rm|tag|logs|push``."""
+"""``template build|make|ls|inspect|rm|tag|logs|push``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from opendsec import (
     TemplateInfo,
     TemplateNotFound,
 )
+from opendsec._ready_made import READY_MADE
 from opendsec._sync._client import Client
 
 from . import _exit
@@ -62,6 +63,37 @@ def build(args: argparse.Namespace) -> int:
             note("The build is cancelled; what it has done is kept.")
             raise
     return _show(args, done)
+
+
+def make(args: argparse.Namespace) -> int:
+    """Build ready-made templates, or say which there are."""
+    if not args.names:
+        return _list_ready_made(args)
+    made = []
+    with client_of(args) as client:
+        for name in args.names:
+            made.append(
+                client.templates.make(
+                    name,
+                    force=args.no_cache,
+                    on_log=None if args.json else _Printer(args.quiet),
+                )
+            )
+            if not args.json:
+                print(name)
+    if args.json:
+        print_json(made)
+    return _exit.OK
+
+
+def _list_ready_made(args: argparse.Namespace) -> int:
+    if args.json:
+        print_json(READY_MADE)
+    else:
+        print_table(
+            ["NAME", "WHAT"], [[name, recipe.description] for name, recipe in READY_MADE.items()]
+        )
+    return _exit.OK
 
 
 def _show(args: argparse.Namespace, found: Build) -> int:

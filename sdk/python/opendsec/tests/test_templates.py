@@ -113,6 +113,18 @@ async def test_build_of_a_dockerfile(client: Any, ready: FakeServer, tmp_path: P
         assert tar.getnames() == ["a.txt"]
 
 
+async def test_ready_made(client: Any, ready: FakeServer) -> None:
+    made = await done(client.templates.make("python", force=True))
+    assert made.state == "ready"
+    (asked,) = ready.of("POST", "/v1/builds")
+    assert asked.json["name"] == "python" and asked.json["memory_mb"] == 2048
+    (started,) = ready.of("POST", f"{BUILD}/start")
+    assert started.json["from_template"] == "base" and started.json["force"] is True
+    assert "numpy" in started.json["steps"][0]["args"][0]
+    with pytest.raises(TemplateNotFound, match="no ready-made"):
+        await done(client.templates.make("cobol"))
+
+
 async def test_files_that_are_there_are_not_sent(
     client: Any, ready: FakeServer, tmp_path: Path
 ) -> None:
@@ -261,6 +273,15 @@ def test_links_stay_links_and_odd_files_stay_out(tmp_path: Path) -> None:
 
 
 # --- the command line -------------------------------------------------------------
+
+
+def test_ready_made_by_command_line(ready: FakeServer) -> None:
+    listed = cli(ready, "template", "make")
+    assert listed.returncode == 0 and b"numpy" in listed.stdout and b"TypeScript" in listed.stdout
+    made = cli(ready, "template", "make", "-q", "python", "node")
+    assert (made.returncode, made.stdout) == (0, b"python\nnode\n")
+    unknown = cli(ready, "template", "make", "cobol")
+    assert unknown.returncode != 0 and b"python, node" in unknown.stderr
 
 
 def test_command_line(ready: FakeServer, tmp_path: Path) -> None:
