@@ -511,7 +511,9 @@ class Runner:
 
     def _title(self, stage: Stage, number: int, total: int, step: BuildStep) -> str:
         name = stage.name if len(self._plan.stages) > 1 else "builder"
-        words = " ".join(word for word in step.args if word)[:500]
+        # The second word of a RUN is who runs it.
+        shown = step.args[:1] if step.type == "RUN" else step.args
+        words = " ".join(word for word in shown if word)[:500]
         return f"[{name} {number}/{total}] {step.type} {words}"
 
 
