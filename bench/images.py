@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.docker import docker_daemon
 from bench.server import bench_server
 from bench.stats import Result, print_ratio, print_results, summarise, write_json
 from opendsec import Client
@@ -69,36 +70,6 @@ def drop_caches() -> None:
     """Nothing is in memory that a first pull would have to read or write."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3")
-
-
-@contextlib.contextmanager
-def docker_daemon(registry: str) -> Iterator[list[str]]:
-    """A private dockerd that may ask the registry without TLS; yields the client's command."""
-    with tempfile.TemporaryDirectory(prefix="opendsec-bench-docker-", dir="/var/tmp") as folder:
-        client = ["docker", "-H", f"unix://{folder}/docker.sock"]
-        daemon = subprocess.Popen(
-            [
-                *("dockerd", "--iptables=false", "--bridge=none"),
-                *("--insecure-registry", registry),
-                *("-H", f"unix://{folder}/docker.sock", "--data-root", f"{folder}/data"),
-                *("--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid"),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            for _ in range(150):
-                asked = subprocess.run([*client, "info"], capture_output=True, check=False)
-                if asked.returncode == 0:
-                    break
-                time.sleep(0.2)
-            else:
-                raise RuntimeError("dockerd does not answer")
-            yield client
-        finally:
-            daemon.terminate()
-            daemon.wait()
-            shutil.rmtree(f"{folder}/exec", ignore_errors=True)
 
 
 def cold_ours(client: Client, reference: str) -> tuple[float, float]:
