@@ -34,7 +34,10 @@ PROBE_AFTER_S = 3.0
 """When skopeo has not answered for this long, the registry is asked why."""
 
 PROBE_TIMEOUT_S = 10.0
-"""One question of ours to a registry."""
+"""One answer of a registry to a question of ours, from piece to piece."""
+
+PROBE_TOTAL_S = 30.0
+"""All that one question takes, with its token."""
 
 ORPHAN_LAYER_KEPT_S = 300.0
 """When room is made, layers of failed pulls go if they have waited this long for a repetition."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from opendsec_server.contract.errors import InvalidRequest
 
@@ -79,7 +80,7 @@ def parse(text: str) -> Reference:
     if host == "index.docker.io":
         host = DOCKER_HUB
     match = _REFERENCE_RE.fullmatch(f"{host}/{rest}")
-    if match is None or match["host"] is None:
+    if match is None or match["host"] is None or not _is_host(match["host"]):
         raise InvalidRequest(
             f"{text!r} is not an image reference",
             remediation="Write it as docker does: NAME, NAME:TAG, HOST:PORT/NAME:TAG or "
@@ -91,6 +92,15 @@ def parse(text: str) -> Reference:
     if tag is None and digest is None:
         tag = "latest"
     return Reference(host, path, tag, digest)
+
+
+def _is_host(text: str) -> bool:
+    """What the grammar leaves open: addresses of IPv6, and numbers of ports."""
+    try:
+        parts = urlsplit(f"//{text}")
+        return parts.port is None or parts.port > 0
+    except ValueError:
+        return False
 
 
 def canonical(text: str) -> str:

@@ -7,6 +7,7 @@ manifest: its status is the evidence (OCI distribution-spec 1.1).
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from time import time
 from urllib.parse import urlsplit
 
 import httpx2
+import msgspec
 
 from opendsec_server.contract.errors import (
     ImageDamaged,
@@ -32,6 +34,8 @@ from .references import DOCKER_HUB, Reference
 _HUB_API = "registry-1.docker.io"
 _RETRY_AFTER_DEFAULT_S = 60
 _RETRY_AFTER_MAX_S = 24 * 3_600
+_CHALLENGE_CHARS_MAX = 4_096
+_TOKEN_BYTES_MAX = 1024 * 1024
 _MANIFEST_TYPES = ", ".join((
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.oci.image.manifest.v1+json",
@@ -53,6 +57,13 @@ _DAMAGED = re.compile(
     r"unsupported (?:schema|manifest)|unimplemented manifest|cannot unmarshal|invalid character|"
     r"Error parsing manifest|invalid tar|unexpected tar manifest", re.I,
 )  # fmt: skip
+
+
+class _Token(msgspec.Struct):
+    """What a token server answers (distribution's token specification)."""
+
+    token: str | None = None
+    access_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +143,9 @@ async def probe(
             wanted = "" if push else f"{reference.path}/manifests/{reference.selector}"
             scope = f"repository:{reference.path}:{'pull,push' if push else 'pull'}"
             try:
-                answer = await _ask(client, f"{scheme}://{host}/v2/{wanted}", scope, auth)
-            except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as exc:
+                async with asyncio.timeout(limits.PROBE_TOTAL_S):
+                    answer = await _ask(client, f"{scheme}://{host}/v2/{wanted}", scope, auth)
+            except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, TimeoutError) as exc:
                 error = RegistryUnavailable(
                     f"{what} cannot be reached: {exc or type(exc).__name__}"
                 )
@@ -149,29 +161,44 @@ async def _ask(
     # Distribution's own registry has no HEAD of /v2/.
     method = "GET" if url.endswith("/v2/") else "HEAD"
     basic = None if auth is None else httpx2.BasicAuth(auth.username, auth.password)
-    answer = await client.request(method, url, headers=headers)
+    answer = await _head(client, method, url, headers)
     if answer.status_code != 401:
         return answer
-    challenge = answer.headers.get("WWW-Authenticate", "")
+    challenge = answer.headers.get("WWW-Authenticate", "")[:_CHALLENGE_CHARS_MAX]
     if not challenge.lower().startswith("bearer "):
-        return (
-            answer
-            if basic is None
-            else await client.request(method, url, headers=headers, auth=basic)
-        )
-    fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
-    token = await client.get(
-        fields.get("realm", ""),
-        params={"service": fields.get("service", ""), "scope": scope},
-        auth=basic,
-    )
-    if token.status_code != 200:
-        return token
-    body = token.json()
-    bearer = str(body.get("token") or body.get("access_token") or "")
-    return await client.request(
-        method, url, headers={**headers, "Authorization": f"Bearer {bearer}"}
-    )
+        return answer if basic is None else await _head(client, method, url, headers, basic)
+    fields = dict(re.findall(r'\b(\w+)="([^"]*)"', challenge))
+    params = {"service": fields.get("service", ""), "scope": scope}
+    async with client.stream("GET", fields.get("realm", ""), params=params, auth=basic) as token:
+        if token.status_code != 200:
+            return token
+        bearer = await _token_in(token)
+    return await _head(client, method, url, {**headers, "Authorization": f"Bearer {bearer}"})
+
+
+async def _head(
+    client: httpx2.AsyncClient,
+    method: str,
+    url: str,
+    headers: dict[str, str],
+    auth: httpx2.BasicAuth | None = None,
+) -> httpx2.Response:
+    """Status and headers. The body, which may be without end, is not read."""
+    async with client.stream(method, url, headers=headers, auth=auth) as answer:
+        return answer
+
+
+async def _token_in(answer: httpx2.Response) -> str:
+    body = bytearray()
+    async for piece in answer.aiter_bytes():
+        body += piece
+        if len(body) > _TOKEN_BYTES_MAX:
+            raise ValueError("the token server sends too much")
+    try:
+        found = msgspec.json.decode(body, type=_Token)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ValueError("the token server's answer cannot be read") from exc
+    return found.token or found.access_token or ""
 
 
 def _from_status(
@@ -205,7 +232,7 @@ def retry_after_s(value: str | None, default_s: int = _RETRY_AFTER_DEFAULT_S) ->
     except ValueError:
         try:
             wanted = round(parsedate_to_datetime(value).timestamp() - time())
-        except ValueError:
+        except (ValueError, OverflowError):
             return default_s
     return min(max(wanted, 1), _RETRY_AFTER_MAX_S)
 

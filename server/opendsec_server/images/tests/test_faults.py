@@ -12,10 +12,11 @@ import os
 import subprocess
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from opendsec_server.contract.errors import (
@@ -29,7 +30,8 @@ from opendsec_server.contract.errors import (
     RegistryUnavailable,
 )
 from opendsec_server.images import limits
-from opendsec_server.images.registry import retry_after_s
+from opendsec_server.images.references import parse
+from opendsec_server.images.registry import Endpoint, _ask, probe, retry_after_s
 
 from .conftest import World
 from .registries import (
@@ -118,8 +120,10 @@ def test_too_many_requests_for_a_layer(
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"), [("5", 5), (None, 60), ("soon", 60), ("-3", 1), ("999999999", 86_400)]
-)
+    ("value", "wanted"),
+    [("5", 5), (None, 60), ("soon", 60), ("-3", 1), ("999999999", 86_400),
+     ("Mon, 01 Jan 2024 00:00:00 +99999999999999999999", 60)],
+)  # fmt: skip
 def test_retry_after(value: str | None, wanted: int) -> None:
     assert retry_after_s(value) == wanted
 
@@ -127,6 +131,80 @@ def test_retry_after(value: str | None, wanted: int) -> None:
 def test_retry_after_date() -> None:
     later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 100))
     assert 90 <= retry_after_s(later) <= 101
+
+
+READ = "everything was read"
+
+
+def _endless(answer: Answer) -> None:
+    answer.send_response(200)
+    answer.end_headers()
+    answer.close_connection = True
+    with contextlib.suppress(OSError):
+        for _ in range(256):
+            answer.wfile.write(b" " * (1 << 20))
+        answer.server.requests.append(READ)
+
+
+def _words(body: bytes) -> Callable[[Answer], None]:
+    def send(answer: Answer) -> None:
+        answer.send_response(200)
+        answer.send_header("Content-Length", str(len(body)))
+        answer.end_headers()
+        answer.wfile.write(body)
+
+    return send
+
+
+@pytest.mark.parametrize(
+    "send",
+    [_endless, _words(b"[]"), _words(b'{"token": 1}'), _words(b'{"a":' + b"[" * 500_000)],
+    ids=["endless", "list", "number", "deep"],
+)
+async def test_token_server_that_means_harm(
+    faults: FaultProxy, send: Callable[[Answer], None]
+) -> None:
+    def answer(at: Answer) -> bool:
+        if at.path.startswith("/token"):
+            send(at)
+            return True
+        challenge = f'Bearer realm="http://{faults.host}/token",service="s"'
+        return at.refuse(401, {"WWW-Authenticate": challenge})
+
+    faults.fault = answer
+    error = await probe(Endpoint(faults.host, True), parse(f"{faults.host}/some/image:1"), None)
+    assert type(error) is RegistryUnavailable
+    assert any("/token" in asked for asked in faults.requests)
+    assert READ not in faults.requests
+
+
+async def test_question_to_the_registry_does_not_take_its_body(faults: FaultProxy) -> None:
+    def answer(at: Answer) -> bool:
+        _endless(at)
+        return True
+
+    faults.fault = answer
+    reference = parse(f"{faults.host}/some/image:1")
+    assert await probe(Endpoint(faults.host, True), reference, None, push=True) is None
+    assert READ not in faults.requests
+
+
+def test_challenge_of_many_words_is_read_in_no_time() -> None:
+    """In time that grows with its square, this one would take hours."""
+
+    class Client:
+        asked = 0
+
+        @contextlib.asynccontextmanager
+        async def stream(self, *_: object, **__: object) -> AsyncIterator[httpx2.Response]:
+            self.asked += 1
+            yield httpx2.Response(
+                401 if self.asked == 1 else 404,
+                headers={"WWW-Authenticate": "Bearer " + "a" * 4_000_000},
+            )
+
+    client: Any = Client()
+    assert asyncio.run(_ask(client, "http://h/v2/x", "s", None)).status_code == 404
 
 
 def test_nobody_listens(world: World) -> None:

@@ -47,8 +47,10 @@ def test_references(text: str, full: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "A", "a//b", "a:", "a@", "a@sha256:0", "-a", "a b", "a\0", "host:99999999/a", "a/"]
-)
+    "text",
+    ["", "A", "a//b", "a:", "a@", "a@sha256:0", "-a", "a b", "a\0", "host:99999999/a", "a/",
+     "[::::]:5000/a", "[1]/a", "host:65536/a", "host:0/a"],
+)  # fmt: skip
 def test_no_references(text: str) -> None:
     with pytest.raises(InvalidRequest):
         parse(text)
