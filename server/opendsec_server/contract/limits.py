@@ -76,6 +76,7 @@ TEMPLATE_NAME_CHARS_MAX = 128
 TEMPLATE_TAGS_MAX = 32
 """Tags in one request."""
 BUILD_STEPS_MAX = 512
+BUILD_STAGES_MAX = 64
 BUILD_ARG_CHARS_MAX = 65_536
 BUILD_LOG_BYTES_MAX = 8 * 1_024 * 1_024
 """Of one build; what comes after is not kept, and the log says so."""

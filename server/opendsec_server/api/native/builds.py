@@ -135,7 +135,9 @@ async def start_build(request: Request, build_id: FromPath[str]) -> Response[byt
     body = await read_json(request, _start)
     services, caller = services_of(request), caller_of(request)
     build = await services.builds.by_id(caller, segment(build_id))
-    await services.builds.start(caller, build, _plan_of(body))
+    # A long Dockerfile takes a second to read.
+    plan = await asyncio.to_thread(_plan_of, body)
+    await services.builds.start(caller, build, plan)
     return Response(b"", status_code=202)
 
 

@@ -23,6 +23,9 @@ from .plan import BuildPlan, BuildStep, Stage
 from .words import BadWord, expand
 
 DOCKERFILE_BYTES_MAX = 1 << 20
+INSTRUCTIONS_MAX = 2_048
+GLOBALS_CHARS_MAX = 1 << 20
+"""All values of ``ARG`` before the first ``FROM``."""
 _HEREDOC_RE = re.compile(r"(^|\s)<<-?[\"']?[A-Za-z_]\w*")
 _STAGE_RE = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 _TAR_RE = re.compile(r"\.(tar|tgz|tbz2?|txz|tzst|tar\.\w+)$")
@@ -91,6 +94,8 @@ def _lines(text: str) -> list[_Line]:
     _refuse_overlooked(text, structure)
     if not lines:
         raise InvalidRequest("the Dockerfile has no instruction")
+    if len(lines) > INSTRUCTIONS_MAX:
+        raise InvalidRequest(f"the Dockerfile has more than {INSTRUCTIONS_MAX} instructions")
     return lines
 
 
@@ -121,6 +126,7 @@ class _Reader:
             "TARGETOS": "linux",
             "BUILDOS": "linux",
         }
+        self._globals_chars = 0
         self._platform = here
         self._stages: list[Stage] = []
         self._steps: list[BuildStep] = []
@@ -209,6 +215,9 @@ class _Reader:
             if not self._stages:
                 if value is not None:
                     self._globals[name] = self._expand(line, value, self._globals)
+                    self._globals_chars += len(self._globals[name])
+                    if self._globals_chars > GLOBALS_CHARS_MAX:
+                        raise line.refuse("all values together are too long")
             elif value is not None:
                 self._add(line, "ARG", name, value)
 
@@ -279,8 +288,9 @@ class _Reader:
 
     def _stage_named(self, line: _Line, wanted: str) -> str:
         earlier = self._stages[:-1]
-        if wanted.isdigit() and int(wanted) < len(earlier):
-            return earlier[int(wanted)].name
+        numbered = {str(n): stage.name for n, stage in enumerate(earlier)}
+        if wanted in numbered:
+            return numbered[wanted]
         name = wanted.lower()
         if name in {stage.name for stage in earlier}:
             return name

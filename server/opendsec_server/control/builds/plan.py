@@ -82,6 +82,8 @@ def check_plan(plan: BuildPlan) -> None:
     """
     if sum(len(stage.steps) for stage in plan.stages) > limits.BUILD_STEPS_MAX:
         raise InvalidRequest(f"steps: at most {limits.BUILD_STEPS_MAX}")
+    if len(plan.stages) > limits.BUILD_STAGES_MAX:
+        raise InvalidRequest(f"stages: at most {limits.BUILD_STAGES_MAX}")
     for field, text in (("startCmd", plan.start_cmd), ("readyCmd", plan.ready_cmd)):
         if text is not None and (len(text) > limits.BUILD_ARG_CHARS_MAX or "\0" in text):
             raise InvalidRequest(f"{field}: has NUL, or is too long")

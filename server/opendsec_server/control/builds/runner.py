@@ -8,10 +8,11 @@ import contextlib
 import io
 import posixpath
 import tarfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -50,6 +51,8 @@ from .shape import (
     words_of,
 )
 from .uploads import Uploads, private_file
+
+T = TypeVar("T")
 
 BASE = "base"
 FINALIZE = "finalize"
@@ -276,8 +279,9 @@ class Runner:
             archive = self._archive(step)
             if not self._e2b or any(map(WILDCARDS.intersection, sources)):
                 manifest = await self._manifest(archive)
-                sources = _found(manifest, sources)
-                inputs = inputs if self._e2b else manifest.digest(sources)
+                sources = await self._matching(manifest, sources)
+                if not self._e2b:
+                    inputs = await asyncio.to_thread(manifest.digest, sources)
 
             async def copy(sandbox_id: str) -> None:
                 await self._unpack(sandbox_id, archive, sources, target, owner, mode)
@@ -300,9 +304,18 @@ class Runner:
         """Read once per build: every COPY of a Dockerfile copies from the same archive."""
         found = self._manifests.get(archive)
         if found is None:
-            found = await asyncio.to_thread(read_manifest, archive, contents=not self._e2b)
+            found = await self._read_manifest(archive, contents=not self._e2b)
             self._manifests[archive] = found
         return found
+
+    async def _read_manifest(self, archive: Path, *, contents: bool) -> Manifest:
+        bytes_max = self._tools.builders.step_bytes_max
+        return await _in_thread(
+            lambda stop: read_manifest(archive, contents=contents, bytes_max=bytes_max, stop=stop)
+        )
+
+    async def _matching(self, manifest: Manifest, sources: list[str]) -> list[str]:
+        return await _in_thread(lambda stop: _found(manifest, sources, stop))
 
     async def _unpack(
         self,
@@ -338,8 +351,8 @@ class Runner:
             async with self._tools.builders.sandbox(self._sizes, other) as from_id:
                 await self._pack_up(from_id, sources, scratch)
             if any(map(WILDCARDS.intersection, sources)):
-                manifest = await asyncio.to_thread(read_manifest, scratch, contents=False)
-                sources = _found(manifest, sources)
+                manifest = await self._read_manifest(scratch, contents=False)
+                sources = await self._matching(manifest, sources)
             await self._unpack(sandbox_id, scratch, sources, target, owner, mode)
         finally:
             scratch.unlink(missing_ok=True)
@@ -521,14 +534,26 @@ def _relative(source: str) -> str:
     return posixpath.normpath(source.lstrip("/") or ".")
 
 
-def _found(manifest: Manifest, sources: list[str]) -> list[str]:
+async def _in_thread(work: Callable[[threading.Event], T]) -> T:
+    """Run what is told when nobody waits for it any more: a thread cannot be cancelled, and there
+    are few of them."""
+    stop = threading.Event()
+    try:
+        return await asyncio.to_thread(work, stop)
+    finally:
+        stop.set()
+
+
+def _found(manifest: Manifest, sources: list[str], stop: threading.Event) -> list[str]:
     """Sources with their wildcards resolved.
 
     Raises:
-        BuildFailed: nothing matches one.
+        BuildFailed: nothing matches one; or nobody waits for the answer.
     """
     found: list[str] = []
     for source in sources:
+        if stop.is_set():
+            raise BuildFailed("the build was given up")
         matching = manifest.matching(source) if WILDCARDS.intersection(source) else [source]
         if not matching:
             raise BuildFailed(

@@ -65,6 +65,11 @@ class Builders:
         """What steps run in."""
         return self._config.build_backend
 
+    @property
+    def step_bytes_max(self) -> int:
+        """What a step may write."""
+        return self._config.build_disk_mb * 1024 * 1024
+
     def owned(self, sandbox_id: str) -> bool:
         """Whether a build of this process uses it."""
         return sandbox_id in self._owned

@@ -12,12 +12,15 @@ import msgspec
 
 from opendsec_server.contract.errors import BuildFailed
 from opendsec_server.contract.images import ImageConfig, ReadyCheck, StartCommand
+from opendsec_server.contract.limits import ENV_BYTES_MAX
 
 from .plan import BuildPlan, BuildStep
 from .words import DEFAULT_PATH, BadWord, expand
 
 BUILDER_VERSION = 1
 """Counted up when a step would do something else: cached results of before are not used then."""
+STEP_CHARS_MAX = 1 << 20
+"""All words of a step, with the variables' values in them."""
 E2B_USER = "user"
 E2B_HOME = "/home/user"
 
@@ -97,13 +100,12 @@ def configured(shape: Shape, step: BuildStep, *, e2b: bool) -> Shape:
         BuildFailed: a quote or brace in it is not closed.
     """
     args, replace = words_of(shape, step, e2b=e2b), msgspec.structs.replace
-    pairs = dict(zip(args[::2], args[1::2], strict=False))
     config = shape.config
     match step.type:
         case "ENV":
-            return replace(shape, env={**shape.env, **pairs})
+            return replace(shape, env=_joined(shape.env, args, step))
         case "ARG":
-            return replace(shape, args={**shape.args, **pairs})
+            return replace(shape, args=_joined(shape.args, args, step))
         case "WORKDIR":
             path = absolute(shape, args[0])
             owner = shape.user if e2b else "root"
@@ -112,7 +114,7 @@ def configured(shape: Shape, step: BuildStep, *, e2b: bool) -> Shape:
             users = (*shape.users, args[0]) if e2b and args[0] != "root" else shape.users
             return replace(shape, user=args[0], users=users)
         case "LABEL":
-            return replace(shape, config=replace(config, labels={**config.labels, **pairs}))
+            return replace(shape, config=replace(config, labels=_joined(config.labels, args, step)))
         case "EXPOSE":
             ports = [port if "/" in port else f"{port}/tcp" for port in args]
             every = tuple(dict.fromkeys((*config.exposed_ports, *ports)))
@@ -127,6 +129,13 @@ def configured(shape: Shape, step: BuildStep, *, e2b: bool) -> Shape:
     raise AssertionError(step.type)
 
 
+def _joined(old: dict[str, str], args: tuple[str, ...], step: BuildStep) -> dict[str, str]:
+    joined = {**old, **dict(zip(args[::2], args[1::2], strict=False))}
+    if sum(len(name) + len(value) for name, value in joined.items()) > ENV_BYTES_MAX:
+        raise BuildFailed(f"{step.type}: all names and values have more than {ENV_BYTES_MAX} bytes")
+    return joined
+
+
 def words_of(shape: Shape, step: BuildStep, *, e2b: bool) -> tuple[str, ...]:
     """A step's arguments with the variables' values in them.
 
@@ -137,11 +146,15 @@ def words_of(shape: Shape, step: BuildStep, *, e2b: bool) -> tuple[str, ...]:
     if step.type in ("CMD", "ENTRYPOINT") or (e2b and step.type != "ENV"):
         return step.args
     names = step.type in ("ENV", "ARG", "LABEL")
+    words, size = [], 0
     try:
-        return tuple(
-            arg if names and place % 2 == 0 else expand(arg, variables, quotes=not e2b)
-            for place, arg in enumerate(step.args)
-        )
+        for number, arg in enumerate(step.args):
+            word = arg if names and number % 2 == 0 else expand(arg, variables, quotes=not e2b)
+            words.append(word)
+            size += len(word)
+            if size > STEP_CHARS_MAX:
+                raise BadWord(f"it has more than {STEP_CHARS_MAX} characters")
+        return tuple(words)
     except BadWord as exc:
         place = "" if step.line is None else f"line {step.line}: "
         raise BuildFailed(f"{place}{step.type}: {exc}") from exc

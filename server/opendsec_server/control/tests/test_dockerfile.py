@@ -204,3 +204,45 @@ def test_words(text: str, value: str) -> None:
 def test_bad_words(text: str) -> None:
     with pytest.raises(BadWord):
         expand(text, {})
+
+
+DOUBLED = "".join(f"ARG A{n}=$A{n - 1}$A{n - 1}\n" for n in range(1, 60))
+"""Each holds the one before twice: the last would have 2**59 times the first."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"ARG A0=xx\n{DOUBLED}FROM x",
+        f"ARG A={'x' * 60_000}\nARG {' '.join(f'B{n}=$A' for n in range(20))}\nFROM x",
+        "ARG A=" + "${A:-" * 2_000 + "}" * 2_000 + "\nFROM x",
+        "FROM x\n" * 65,
+        "FROM x\n" + "RUN x\n" * 3_000,
+    ],
+    ids=["doubled", "many", "deep", "stages", "lines"],
+)  # fmt: skip
+def test_bombs(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        plan(text)
+
+
+@pytest.mark.parametrize("kind", ["ARG", "ENV"])
+def test_doubled_in_a_stage(kind: str) -> None:
+    with pytest.raises(BuildFailed, match="more than"):
+        shape_of(f"FROM x\n{kind} A0=xx\n" + DOUBLED.replace("ARG", kind))
+
+
+@pytest.mark.parametrize("kind", ["ARG", "ENV", "LABEL"])
+def test_too_much_in_a_stage(kind: str) -> None:
+    longest = f"FROM x\nENV A={'x' * 60_000}\n"
+    with pytest.raises(BuildFailed, match="more than"):
+        shape_of(longest + f"{kind} " + " ".join(f"B{n}=$A" for n in range(20)))
+    with pytest.raises(BuildFailed, match="more than"):
+        shape_of(longest + "".join(f"{kind} B{n}=$A\n" for n in range(3)))
+
+
+@pytest.mark.parametrize("number", ["²", "9" * 5_000])
+def test_stage_that_is_no_number(number: str) -> None:
+    """It is taken for an image's name, which is refused where it is pulled."""
+    made = plan(f"FROM a\nFROM b\nCOPY --from={number} x y")
+    assert made.stages[1].from_image == number
