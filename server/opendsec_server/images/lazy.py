@@ -59,6 +59,7 @@ _HEAD = struct.Struct("<8sIIQ")
 _MAGIC = b"ODLAZY01"
 _SUM_BYTES = 32
 _NAME_RE = re.compile(r"[0-9a-f]{64}")
+_WAY_UP_RE = re.compile(r"(?:^|/)\.\.(?:/|$)|\\|%(?:25)*(?:2e|2f|5c)", re.I)
 _CONNECT_S = 5.0
 _STALL_S = 20.0
 _TOTAL_S = 300.0
@@ -164,8 +165,9 @@ def check_allowed(place: str, config: Config) -> None:
     for allowed in config.lazy_sources:
         if place == allowed or place.startswith(f"{allowed.rstrip('/')}/"):
             path = urlsplit(place).path if "://" in place else os.path.realpath(place)
-            # No way up out of the named place, by dots or by links.
-            if ".." in path.split("/") or "%2e" in path.lower():
+            # No way up out of the named place, by dots or by links. A store may take an encoded
+            # separator, or a backslash, for one.
+            if "://" in place and _WAY_UP_RE.search(path):
                 continue
             if "://" in place or Path(path).is_relative_to(Path(allowed).resolve()):
                 return

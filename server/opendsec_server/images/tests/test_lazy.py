@@ -92,7 +92,9 @@ def test_only_named_stores(tmp_path: Path) -> None:
     for good in ("https://h/images", "https://h/images/x", str(tmp_path / "in/side")):
         lazy.check_allowed(good, config)
     for bad in ("https://h/images2", "http://h/images", "https://h/images/../x", str(tmp_path),
-                "https://h/images/%2e%2e/x", str(tmp_path / "in/out")):  # fmt: skip
+                "https://h/images/%2e%2e/x", "https://h/images/..%2fx", "https://h/images/a%5C..",
+                "https://h/images/%252e%252e/x", "https://h/images/..\\x",
+                str(tmp_path / "in/out")):  # fmt: skip
         with pytest.raises(Forbidden):
             lazy.check_allowed(bad, config)
 
