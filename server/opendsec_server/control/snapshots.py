@@ -152,11 +152,7 @@ class Snapshots:
         wanted = parse_reference(reference)
         template = await self._templates.find(caller, wanted)
         if template is not None:
-            if template.project_id is None:
-                yield _of_template(template)
-            else:
-                build = await self._templates.build_of(template, wanted.tag)
-                yield _of_build(template, build)
+            yield await self._of_found(template, wanted)
             return
         snapshot = await self.find(caller, wanted)
         if snapshot is None:
@@ -168,6 +164,19 @@ class Snapshots:
             if current is None or current.state != "ready":
                 raise TemplateNotFound(f"the snapshot `{reference}` was deleted")
             yield _of_snapshot(current)
+
+    async def _of_found(self, template: Template, wanted: Reference) -> Origin:
+        if template.project_id is None:
+            return _of_template(template)
+        try:
+            return _of_build(template, await self._templates.build_of(template, wanted.tag))
+        except TemplateNotFound:
+            # A build that failed, or is not done, changes nothing: a name of the installation
+            # means what it meant before.
+            before = await self._templates.of_installation(wanted)
+            if before is None:
+                raise
+            return _of_template(before)
 
     @contextlib.contextmanager
     def _lent(self, snapshot_id: str) -> Iterator[None]:

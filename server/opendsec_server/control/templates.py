@@ -159,6 +159,15 @@ class Templates:
             return None
         return template
 
+    async def of_installation(self, wanted: Reference) -> Template | None:
+        """The installation's template of a name, whether or not a project has one of that name."""
+        if wanted.scope is not None or wanted.tag not in (None, DEFAULT_TAG):
+            return None
+        named = (
+            t for t in await self._templates() if t.project_id is None and t.name == wanted.name
+        )
+        return next(named, None)
+
     async def hidden(self, caller: Caller, wanted: Reference) -> bool:
         """Whether a reference means a template of another project that does not show it."""
         return any(

@@ -719,3 +719,22 @@ async def test_public_templates_serve_other_projects(
         await services.templates.resolve(other, "mine")
     with pytest.raises(Forbidden):
         await services.builds.delete(other, scoped)
+
+
+async def test_name_of_the_installation_means_the_same_until_the_own_build_is_ready(
+    services: Services, caller: Caller, node: FakeNode
+) -> None:
+    base = (await services.creates.create(caller, CreateParams())).record
+    await services.builds.request(caller, BuildRequest(name="base", envd_version="0.9.1"))
+    failed = await built(services, caller, on_base(run("exit 1")), name="base")
+    assert (failed.state, failed.error_code) == ("error", "build_failed")
+    again = (await services.creates.create(caller, CreateParams())).record
+    assert (again.template_id, again.image) == (base.template_id, base.image)
+    with pytest.raises(TemplateNotFound):
+        await services.creates.create(caller, CreateParams(template="base:v1"))
+    with pytest.raises(TemplateNotFound):
+        await services.creates.create(caller, CreateParams(template=failed.template_id))
+    own = await built(services, caller, on_base(run("write /own 1")), name="base")
+    assert own.state == "ready", own.error
+    record = (await services.creates.create(caller, CreateParams())).record
+    assert (record.template_id, record.image) == (own.template_id, own.image)
