@@ -86,6 +86,12 @@ class _Error(msgspec.Struct):
     message: str = ""
 
 
+class _Refusal(msgspec.Struct):
+    """Of an unpack. It has a number as its code."""
+
+    message: str
+
+
 class _Trailer(msgspec.Struct):
     error: _Error | None = None
 
@@ -300,7 +306,7 @@ async def unpack_archive(
     if status < 300:
         return
     try:
-        text = msgspec.json.decode(answer, type=_Error).message
+        text = msgspec.json.decode(answer, type=_Refusal).message
     except msgspec.DecodeError:
         text = answer.decode(errors="replace")
     text = text[:_ERROR_CHARS_MAX]

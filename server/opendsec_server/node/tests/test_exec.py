@@ -116,6 +116,7 @@ async def test_archives(node: NodeProcess, tmp_path: Path) -> None:
         with pytest.raises(CallError) as error:
             await unpack(source, target, user)
         assert error.value.code == "invalid_request", (source, target, user)
+        assert "{" not in str(error.value), "the agent's words, not its JSON"
     archive.write_bytes(b"no archive" * 1000)
     with pytest.raises(CallError) as error:
         await unpack("src", "/x")
