@@ -51,6 +51,9 @@ _DENIED = re.compile(
     r"unauthorized|authentication required|access to the resource is denied|\bdenied\b|"
     r"invalid username/password|unable to retrieve auth token|forbidden", re.I,
 )  # fmt: skip
+_BODY_RE = re.compile(r"(StatusCode: [0-9]{3}),.*", re.S)
+"""What skopeo quotes of an answer that is no registry's. Callers choose whom the node asks: they
+are not to read what others, on its own networks, say to it."""
 _LIMITED = re.compile(r"toomanyrequests|too many requests", re.I)
 _DAMAGED = re.compile(
     r"does not match digest|manifest digest|corrupt|digest verification|invalid manifest|"
@@ -111,6 +114,7 @@ async def explain(
         push: It was to send, so that the manifest need not exist.
     """
     what = f"{reference} at {endpoint.host}"
+    text = _BODY_RE.sub(r"\1", text)
     error = None if push else from_text(text, what)
     if error is None:
         error = await probe(endpoint, reference, auth, push=push)

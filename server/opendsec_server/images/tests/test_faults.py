@@ -92,6 +92,21 @@ def test_statuses(
     assert_nothing_visible(world)
 
 
+def test_what_is_no_registry_is_not_quoted(world: World, faults: FaultProxy) -> None:
+    def page(answer: Answer) -> bool:
+        body = b"<html>internal page</html>"
+        answer.send_response(418)
+        answer.send_header("Content-Length", str(len(body)))
+        answer.end_headers()
+        answer.wfile.write(b"" if answer.command == "HEAD" else body)
+        return True
+
+    faults.fault = page
+    with pytest.raises(RegistryUnavailable, match="418") as raised:
+        asyncio.run(world.images().pull(f"{faults.host}/some/image:1"))
+    assert "internal" not in raised.value.message
+
+
 def test_too_many_requests(world: World, faults: FaultProxy) -> None:
     faults.fault = lambda answer: answer.refuse(429, {"Retry-After": "42"})
     with pytest.raises(RegistryLimited) as raised:
