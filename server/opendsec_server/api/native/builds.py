@@ -228,7 +228,12 @@ async def follow_logs(request: Request, build_id: FromPath[str]) -> Stream:
         entries = services.builds.follow(build.build_id, offset)
         async for entry in _alive(entries):
             yield b"\n" if entry is None else _encode(_entry_of(entry)) + b"\n"
-        ended = await services.builds.by_id(caller, build.build_id)
+        try:
+            ended = await services.builds.by_id(caller, build.build_id)
+        except BuildNotFound:
+            ended = msgspec.structs.replace(
+                build, state="error", error_code=CANCELLED, error="the template was deleted"
+            )
         yield _encode(schemas.BuildEnd(build=build_of(ended))) + b"\n"
 
     return Stream(lines(), media_type="application/x-ndjson")

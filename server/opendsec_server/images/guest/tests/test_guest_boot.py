@@ -58,10 +58,10 @@ def guest(config: Config, folder: Path) -> GuestImage:
 @pytest.fixture(scope="module")
 def base_layer(config: Config) -> Path:
     try:
-        manifest = ensure_base(config, print)
+        (layer,) = ensure_base(config, print).layers
     except BaseBuildError as exc:
         pytest.skip(f"no guest is booted, there is no base image to be had: {exc}")
-    return ImageStore(config.state_path / "images").layer_path(manifest.digest)
+    return ImageStore(config.state_path / "images").layer_path(layer)
 
 
 @pytest.fixture(scope="module")
