@@ -37,7 +37,7 @@ from opendsec_server.contract.errors import (
 from opendsec_server.control.builds.dockerfile import plan_of_dockerfile
 from opendsec_server.control.builds.logs import LogEntry
 from opendsec_server.control.builds.plan import BuildPlan, BuildStep, Stage
-from opendsec_server.control.builds.service import BuildRequest
+from opendsec_server.control.builds.service import CANCELLED, BuildRequest
 
 from . import template_schemas as schemas
 from .documented import Operation, Parameter, documented

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
@@ -171,3 +172,19 @@ async def test_starts_that_are_refused(http: httpx.AsyncClient) -> None:
     ):  # fmt: skip
         assert (await http.request(method, where)).status_code == 404, where
     assert (await http.get(f"/v1/builds/{build_id}/files/xyz")).status_code == 400
+
+
+async def test_log_of_a_build_that_is_deleted_ends_whole(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.node.images.gate = asyncio.Event()
+    build_id = await ask(http)
+    start = {"from_image": "alpine"}
+    assert (await http.post(f"/v1/builds/{build_id}/start", json=start)).status_code == 202
+    async with http.stream("GET", f"/v1/builds/{build_id}/logs") as answer:
+        lines = answer.aiter_lines()
+        assert "FROM alpine" in await anext(lines)
+        assert (await http.delete("/v1/templates/mine")).status_code == 204
+        last = json.loads([line async for line in lines if line][-1])["build"]
+    assert last["build_id"] == build_id
+    assert (last["state"], last["error"]["code"]) == ("error", "build_cancelled")
