@@ -23,6 +23,9 @@ _start = msgspec.json.Decoder(StartCommand)
 _BUILD = TEMPLATE_BUILDS.c
 _TAG = TEMPLATE_TAGS.c
 
+ASKED_MAX = 1_000
+ASKED_COUNTED_S = 24 * 3_600.0
+"""Builds of a project that were asked for in this time and not started."""
 STEPS_PRUNED_MAX = 1_000
 """Cached steps forgotten in one transaction."""
 
@@ -66,9 +69,28 @@ async def begin_build(store: Store, template: Template, build: TemplateBuild) ->
 
     Returns:
         The build as recorded.
+
+    Raises:
+        QuotaExceeded: the project asked for ``ASKED_MAX`` in a day that it did not start.
     """
 
     def work(connection: sa.Connection) -> TemplateBuild:
+        asked = connection.execute(
+            sa.select(sa.func.count())
+            .select_from(TEMPLATE_BUILDS)
+            .where(
+                _BUILD.project_id == build.project_id,
+                _BUILD.state == "waiting",
+                _BUILD.started_at.is_(None),
+                _BUILD.created_at > build.created_at - ASKED_COUNTED_S,
+            )
+        ).scalar_one()
+        if asked >= ASKED_MAX:
+            raise QuotaExceeded(
+                f"the project has asked for {asked} builds and not started them",
+                remediation="Start or cancel them, or delete their templates.",
+                retry_after_s=60,
+            )
         query = sa.select(TEMPLATES.c.template_id).where(
             TEMPLATES.c.project_id == template.project_id, TEMPLATES.c.name == template.name
         )

@@ -63,7 +63,7 @@ _encode = msgspec.json.Encoder().encode
             request=schemas.NewBuild,
             response=schemas.Build,
             status=201,
-            errors=(*_BODY, Forbidden, Conflict),
+            errors=(*_BODY, Forbidden, Conflict, QuotaExceeded),
         )
     ),
 )

@@ -193,6 +193,7 @@ class Builds:
             InvalidRequest: name, tags or sizes are not allowed.
             Forbidden: the name is of another project.
             Conflict: a snapshot has this name.
+            QuotaExceeded: too many were asked for and not started.
         """
         reference = own_name(caller, wanted.name)
         tags = check_tags([*([reference.tag] if reference.tag else []), *wanted.tags])

@@ -191,3 +191,22 @@ async def test_templates_of_the_release_before_are_kept(tmp_path: Path) -> None:
     with closing(sqlite3.connect(database)) as connection:
         indexes = {row[1] for row in connection.execute("PRAGMA index_list(templates)")}
     assert {"uq_templates_own_name", "uq_templates_installation_name"} <= indexes
+
+
+async def test_builds_that_are_never_started_come_to_an_end(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "ASKED_MAX", 2)
+    await begun(store, 1)
+    await begun(store, 2)
+    with pytest.raises(QuotaExceeded):
+        await begun(store, 3)
+    other = Project(project_id="q", name="q", sandboxes_max=1, created_at=0.0)
+    await accounts.insert_project(
+        store, other, msgspec.structs.replace(key_of("kq"), project_id="q")
+    )
+    await templates.begin_build(store, template(project="q"), build(3, project_id="q"))
+    await templates.start_build(store, "p", "b1", 4.0, 10)
+    await begun(store, 5)
+    late = 10 + templates.ASKED_COUNTED_S
+    await begun(store, 6, created_at=late)
