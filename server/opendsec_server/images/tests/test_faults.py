@@ -94,6 +94,8 @@ def test_statuses(
 
 def test_what_is_no_registry_is_not_quoted(world: World, faults: FaultProxy) -> None:
     def page(answer: Answer) -> bool:
+        if answer.path == "/v2/":
+            return False
         body = b"<html>internal page</html>"
         answer.send_response(418)
         answer.send_header("Content-Length", str(len(body)))
