@@ -8,14 +8,17 @@ prefix, which no reference can have.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from opendsec_server.contract import limits
 from opendsec_server.contract.errors import InvalidRequest
+from opendsec_server.contract.ids import random_chars
 
 _PREFIX = "packed:"
 _NAME_RE = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?")
 _TAG_DEFAULT = "latest"
+_NAMELESS = "."
+"""Begins what no caller can call an image; it only says whose it is."""
 
 
 def own_name(project_id: str, name: str) -> str:
@@ -34,6 +37,11 @@ def own_name(project_id: str, name: str) -> str:
     return f"{_PREFIX}{project_id}/{whole}"
 
 
+def nameless(project_id: str) -> str:
+    """What a node calls an image that a project gave no name, so that it is known whose it is."""
+    return f"{_PREFIX}{project_id}/{_NAMELESS}{random_chars(20)}"
+
+
 def is_own_name(text: str) -> bool:
     """Whether a reference looks like a name of a project on the node."""
     return text.startswith(_PREFIX)
@@ -42,6 +50,19 @@ def is_own_name(text: str) -> bool:
 def shown_names(project_id: str, names: Iterable[str]) -> tuple[str, ...]:
     """Names as a project's callers know them; those of other projects are left out."""
     own = f"{_PREFIX}{project_id}/"
-    return tuple(
+    shown = (
         name.removeprefix(own) for name in names if name.startswith(own) or not is_own_name(name)
     )
+    return tuple(name for name in shown if not name.startswith(_NAMELESS))
+
+
+def may_use(project_id: str, names: Iterable[str]) -> bool:
+    """Whether an image of these names is everybody's, or among others the project's."""
+    own = f"{_PREFIX}{project_id}/"
+    return any(name.startswith(own) or not is_own_name(name) for name in names)
+
+
+def is_owner(project_id: str, names: Sequence[str]) -> bool:
+    """Whether an image of these names is the project's alone."""
+    own = f"{_PREFIX}{project_id}/"
+    return bool(names) and all(name.startswith(own) for name in names)

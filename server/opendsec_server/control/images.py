@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """The images of the installation, as its projects see them.
 
-What came from a registry is everybody's: any project may pull, and sees what others pulled. What a
-project packed under a name of its own is its own. What has no name (steps of builds, compositions)
-is seen by the installation's first project only, which alone may remove what is everybody's.
+What came from a registry is everybody's: any project may pull, and uses what others pulled. What a
+project packed is its own, and so is the image of a template for those who may use that. What has no
+name (steps of builds, compositions) is seen by the installation's first project only, which alone
+may remove what is everybody's. A digest opens nothing by itself.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from opendsec_server.contract.node import NodeClient
 
 from .attempts import Attempts
 from .iam import Caller, Iam
-from .image_names import is_own_name, own_name, shown_names
+from .image_names import is_own_name, is_owner, may_use, own_name, shown_names
+from .templates import Templates
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +52,8 @@ InUse = Callable[[], Awaitable[set[str]]]
 class Images:
     """Lists, pulls, removes and pushes images for callers."""
 
-    def __init__(self, node: NodeClient, iam: Iam, in_use: InUse) -> None:
+    def __init__(self, node: NodeClient, iam: Iam, templates: Templates, in_use: InUse) -> None:
+        self._templates = templates
         self._in_use = in_use
         self._node = node
         self._iam = iam
@@ -84,8 +87,11 @@ class Images:
     async def list(self, caller: Caller) -> list[ImageInfo]:
         """The images that the caller may see, the oldest first."""
         everything = await self._iam.operates(caller)
-        found = [self._shown(caller, image) for image in await self._node.images.all()]
-        return [image for image in found if everything or image.names]
+        return [
+            self._shown(caller, image)
+            for image in await self._node.images.all()
+            if everything or may_use(caller.project_id, image.names)
+        ]
 
     async def get(self, caller: Caller, name: str) -> ImageInfo:
         """One image, by reference, own name, digest or a digest's first 12 characters.
@@ -93,7 +99,7 @@ class Images:
         Raises:
             ImageNotFound: there is none, or the caller may not see it.
         """
-        return self._shown(caller, await self._find(caller, name))
+        return self._shown(caller, await self.find(caller, name))
 
     async def pull(
         self, caller: Caller, reference: str, *, auth: RegistryAuth | None, refresh: bool
@@ -122,8 +128,9 @@ class Images:
             ImageInUse: sandboxes, snapshots or templates stand on it.
         """
         own = await self._own(caller, name)
-        image = own or await self._find(caller, name)
-        if own is None and not await self._iam.operates(caller):
+        image = own or await self.find(caller, name)
+        mine = own is not None or is_owner(caller.project_id, image.names)
+        if not mine and not await self._iam.operates(caller):
             raise Forbidden(
                 "images that were pulled belong to all projects",
                 remediation="Have it removed with a key of the installation's first project.",
@@ -161,7 +168,7 @@ class Images:
             ImageNotFound: there is none, or the caller may not see it.
             As ``NodeImages.push``.
         """
-        image = await self._find(caller, name)
+        image = await self.find(caller, name)
         return await self._node.images.push(image.digest, reference, auth=auth)
 
     async def progress(self) -> PullProgresses:
@@ -177,12 +184,21 @@ class Images:
         except (InvalidRequest, ImageNotFound):
             return None
 
-    async def _find(self, caller: Caller, name: str) -> ImageInfo:
-        image = None if is_own_name(name) else await self._own(caller, name)
-        if image is None and not is_own_name(name):
-            image = await self._node.images.get(name)
-            if not self._shown(caller, image).names and not await self._iam.operates(caller):
-                image = None
-        if image is None:
-            raise ImageNotFound(f"no image `{name[:80]}` is here")
-        return image
+    async def find(self, caller: Caller, name: str) -> ImageInfo:
+        """As ``get``, with the names that the node knows.
+
+        Raises:
+            ImageNotFound: there is none, or the caller may not use it.
+        """
+        if not is_own_name(name):
+            image = await self._own(caller, name) or await self._node.images.get(name)
+            if await self._may_use(caller, image):
+                return image
+        raise ImageNotFound(f"no image `{name[:80]}` is here")
+
+    async def _may_use(self, caller: Caller, image: ImageInfo) -> bool:
+        if may_use(caller.project_id, image.names):
+            return True
+        if any(t.image == image.digest for t in await self._templates.visible(caller)):
+            return True
+        return await self._iam.operates(caller)

@@ -18,7 +18,8 @@ from opendsec_server.contract.node import NodeClient
 from opendsec_server.store.records import SandboxExtra
 
 from .iam import Caller
-from .image_names import is_own_name, own_name
+from .image_names import is_own_name
+from .images import Images
 from .params import CreateParams
 from .snapshots import Origin, Snapshots
 from .templates import Templates, parse_reference
@@ -30,8 +31,11 @@ _ROOT = "root"
 class Origins:
     """Finds, pulls and composes what sandboxes start from."""
 
-    def __init__(self, node: NodeClient, templates: Templates, snapshots: Snapshots) -> None:
+    def __init__(
+        self, node: NodeClient, templates: Templates, snapshots: Snapshots, images: Images
+    ) -> None:
         self._node = node
+        self._images = images
         self._templates = templates
         self._snapshots = snapshots
 
@@ -75,10 +79,8 @@ class Origins:
         """An image that is here is enough: whoever wants to know of a moved tag pulls it."""
         if is_own_name(reference):
             raise InvalidRequest(f"image: `{reference[:64]}` is not a reference of an image")
-        with contextlib.suppress(InvalidRequest, ImageNotFound):
-            return await self._node.images.get(own_name(caller.project_id, reference))
         try:
-            return await self._node.images.get(reference)
+            return await self._images.find(caller, reference)
         except ImageNotFound:
             if DIGEST_RE.fullmatch(reference):
                 raise

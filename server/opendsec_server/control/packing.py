@@ -11,7 +11,7 @@ from opendsec_server.contract.node import NodeClient
 
 from .attempts import Attempts
 from .iam import Caller
-from .image_names import own_name, shown_names
+from .image_names import nameless, own_name, shown_names
 from .lifecycle import Lifecycle
 from .metrics import ControlMetrics
 
@@ -40,7 +40,8 @@ class Packing:
             SnapshotFailed: it could not be saved; it goes on, nothing is left.
             NodeFull: no room on the disk.
         """
-        kept_as = None if name is None else own_name(caller.project_id, name)
+        project_id = caller.project_id
+        kept_as = nameless(project_id) if name is None else own_name(project_id, name)
         record = await self._lifecycle.get_started(caller, sandbox_id)
         options = PackOptions(squash=squash, scrub=scrub, name=kept_as)
 

@@ -66,13 +66,14 @@ class Services:
             snapshots=self.snapshots,
         )
         ledger = Ledger(store, self.invalidations, self.metrics)
+        self.images = Images(node, self.iam, self.templates, lambda: self.builds.images_in_use())
         self.creates = Creates(
             store=store,
             node=node,
             node_info=node_info,
             mint=mint,
             templates=self.templates,
-            origins=Origins(node, self.templates, self.snapshots),
+            origins=Origins(node, self.templates, self.snapshots, self.images),
             backends=self.backends,
             ledger=ledger,
             metrics=self.metrics,
@@ -97,7 +98,6 @@ class Services:
             metrics=self.metrics,
         )
         self.packing = Packing(node, self.lifecycle, self.metrics)
-        self.images = Images(node, self.iam, self.builds.images_in_use)
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(
             store=store,

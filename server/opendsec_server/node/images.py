@@ -103,9 +103,13 @@ class Images:
         if not refresh or source.digest is not None:
             try:
                 lazy.check_allowed(source.place, self._config)
-                return await self.get(source.digest or source.text)
+                # By its name: a digest alone must open nothing.
+                found = await self.get(source.text)
             except ImageNotFound:
                 pass
+            else:
+                if source.digest in (None, found.digest):
+                    return found
         return await self._told(await lazy.attach(self.store, source, self._config))
 
     async def compose(

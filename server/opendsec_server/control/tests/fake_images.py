@@ -50,9 +50,10 @@ class FakeImages:
         text = msgspec.json.encode((disk, config), order="deterministic")
         digest = "sha256:" + hashlib.sha256(text).hexdigest()
         now = time.time()
+        known = self.infos[digest].names if digest in self.infos else ()
         info = ImageInfo(
             digest=digest,
-            names=names,
+            names=tuple(dict.fromkeys((*known, *names))),
             layers=(digest[7:],),
             size_bytes=len(text),
             config=config,
@@ -60,7 +61,8 @@ class FakeImages:
             last_used_at=now,
         )
         self.disks[digest] = dict(disk)
-        return self.infos.setdefault(digest, info)
+        self.infos[digest] = info
+        return info
 
     async def pull(
         self, reference: str, *, auth: RegistryAuth | None = None, refresh: bool = True

@@ -421,7 +421,8 @@ class FakeNode:
         self._must_be(sandbox_id, State.RUNNING)
         if "pack" in self.fail:
             raise self.fail["pack"]
-        return self.images.add(self.contents[sandbox_id].disk, options.config)
+        names = () if options.name is None else (options.name,)
+        return self.images.add(self.contents[sandbox_id].disk, options.config, names=names)
 
     async def snapshots(self) -> list[Snapshot]:  # type: ignore[valid-type]
         self._reach()

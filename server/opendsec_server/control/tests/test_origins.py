@@ -19,7 +19,8 @@ from opendsec_server.control.image_names import own_name, shown_names
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.saving import SnapshotParams
 from opendsec_server.control.services import Services
-from opendsec_server.store.records import SandboxExtra
+from opendsec_server.store import accounts
+from opendsec_server.store.records import ApiKey, Project, SandboxExtra
 from opendsec_server.store.sandboxes import SandboxFilter
 
 from .fake_node import FakeNode
@@ -156,6 +157,36 @@ async def test_names_are_a_projects_own(services: Services, node: FakeNode, call
     for bad in ("", "UPPER", "a/b", "../x", "x:", ":x", "a" * 300, "x:" + "t" * 129, "a b"):
         with pytest.raises(InvalidRequest):
             own_name("p", bad)
+
+
+async def test_a_digest_opens_nothing(services: Services, node: FakeNode, caller: Caller) -> None:
+    # Not the first project, which may see everything.
+    project = Project(project_id="late", name="late", sandboxes_max=10, created_at=1e12)
+    key = ApiKey(key_id="l", project_id="late", name="", sha256="l", hint="", created_at=1e12)
+    await accounts.insert_project(services.store, project, key)
+    other = Caller(project=project, key_id="l")
+    options = {"squash": False, "scrub": True}
+    for owner, stranger in ((caller, other), (other, None)):
+        for name in (None, "kept"):
+            source = (await services.creates.create(owner, CreateParams())).record
+            node.contents[source.sandbox_id].disk["/whose"] = f"{owner.project_id} {name}"
+            image = await services.packing.pack(owner, source.sandbox_id, name=name, **options)
+            assert image.names == (() if name is None else ("kept:latest",))
+            mine = (await services.creates.create(owner, asked(image.digest))).record
+            assert mine.image == image.digest
+            assert image.digest in [seen.digest for seen in await services.images.list(owner)]
+            if stranger is None:
+                await services.images.remove(owner, image.digest)
+                continue
+            for params in (asked(image.digest), asked(layers=(image.digest,))):
+                with pytest.raises(ImageNotFound):
+                    await services.creates.create(stranger, params)
+            for look in (services.images.get, services.images.remove):
+                with pytest.raises(ImageNotFound):
+                    await look(stranger, image.digest)
+            with pytest.raises(ImageNotFound):
+                await services.images.push(stranger, image.digest, "registry.example/x", auth=None)
+            assert image.digest not in [s.digest for s in await services.images.list(stranger)]
 
 
 async def test_pack(services: Services, node: FakeNode, caller: Caller) -> None:
