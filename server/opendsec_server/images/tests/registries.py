@@ -26,7 +26,7 @@ import pytest
 from opendsec_server.images.manifests import architecture
 
 USER, PASSWORD = "puller", "kept-from-every-log-7Qx"
-_HTPASSWD = "puller:$2y$04$aWGpO83W0il3RPKCVpzn9eUZ57ieMe6hf0g5HW1WZWMrY/0sqwrqK\n"
+_HTPASSWD = "puller:$2y$04$amjYoTOWtF5lqwz5tCcSV.l0vGUY/BfS.J4MxZvBsUHEoxeItmPrq\n"
 _START_TIMEOUT_S = 20.0
 
 
