@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -249,7 +250,8 @@ def test_credentials_of_the_node(world: World, closed_registry: Registry, tmp_pa
     make_layout(tmp_path / "l", [files(a="1")])
     reference = closed_registry.push(tmp_path / "l", "private-node:1")
     config = tmp_path / "auth.json"
-    auths = {closed_registry.host: {"auth": "cHVsbGVyOnNlY3JldA=="}}
+    login = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+    auths = {closed_registry.host: {"auth": login}}
     config.write_text(json.dumps({"auths": auths}))
     images = world.images(registry_auth_file=str(config))
     assert asyncio.run(images.pull(reference)).layers
