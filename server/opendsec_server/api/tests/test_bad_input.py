@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import validate
@@ -253,6 +253,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_native_api_answers_as_documented(fuzzed: Fuzzed, data: st.DataObject) -> None:
     method, path, operation = data.draw(st.sampled_from(fuzzed.operations))
     name = data.draw(SEGMENTS).replace("LIVE", fuzzed.live)
+    assume(name not in (".", ".."))  # clients take them out of a path before they send it
     concrete = path.replace("{sandbox_id}", quote(name, safe=""))
     concrete = concrete.replace("{snapshot_id}", quote(name, safe=""))
     content = msgspec.json.encode(data.draw(BODIES)) if method in ("POST", "PUT") else None
