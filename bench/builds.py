@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.docker import docker_daemon
-from bench.images import mounted, tars_of
+from bench.docker import docker_daemon, mounted
+from bench.images import tars_of
 from bench.server import bench_server
 from bench.stats import Result, print_ratio, print_results, summarise, write_json
 from opendsec import Client

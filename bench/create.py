@@ -15,15 +15,14 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from bench.density import kill_many
+from bench.docker import docker_daemon, mounted
 from bench.server import agent_pids, bench_server, create_sandbox
 from bench.stats import Result, print_ratio, print_results, run_series, summarise, write_json
 from bench.wire import Connection
@@ -84,46 +83,15 @@ def crun(server: Server, bundle: Path, concurrency: int, count: int) -> Result:
 
 
 @contextlib.contextmanager
-def docker_daemon(layer: Path) -> Iterator[list[str]]:
-    """A private dockerd with one image made of the layer's files; yields the client's command."""
-    with tempfile.TemporaryDirectory(prefix="opendsec-bench-docker-", dir="/var/tmp") as folder:
-        client = ["docker", "-H", f"unix://{folder}/docker.sock"]
-        daemon = subprocess.Popen(
-            [
-                *("dockerd", "--iptables=false", "--bridge=none"),
-                *("-H", f"unix://{folder}/docker.sock", "--data-root", f"{folder}/data"),
-                *("--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid"),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+def docker_with_image(layer: Path) -> Iterator[list[str]]:
+    """Docker with one image made of the layer's files; yields the client's command."""
+    with docker_daemon() as client, mounted(layer) as tree:
+        tar = subprocess.Popen(["tar", "-C", tree, "-c", "."], stdout=subprocess.PIPE)
+        subprocess.run(
+            [*client, "import", "-", "bench"], stdin=tar.stdout, check=True, capture_output=True
         )
-        try:
-            for _ in range(150):
-                if (
-                    subprocess.run([*client, "info"], capture_output=True, check=False).returncode
-                    == 0
-                ):
-                    break
-                time.sleep(0.2)
-            tree = Path(folder) / "tree"
-            tree.mkdir()
-            subprocess.run(["mount", "-t", "erofs", "-o", "ro", layer, tree], check=True)
-            try:
-                tar = subprocess.Popen(["tar", "-C", tree, "-c", "."], stdout=subprocess.PIPE)
-                subprocess.run(
-                    [*client, "import", "-", "bench"],
-                    stdin=tar.stdout,
-                    check=True,
-                    capture_output=True,
-                )
-                tar.wait()
-            finally:
-                subprocess.run(["umount", tree], check=True)
-            yield client
-        finally:
-            daemon.terminate()
-            daemon.wait()
-            shutil.rmtree(f"{folder}/exec", ignore_errors=True)
+        tar.wait()
+        yield client
 
 
 async def docker(client: list[str], concurrency: int, count: int) -> Result:
@@ -161,7 +129,7 @@ async def main() -> None:
                 results.append(crun(server, bundle, concurrency, options.count))
         if options.docker:
             layer = next((server.config.state_path / "images").rglob("*.erofs"))
-            with docker_daemon(layer) as client:
+            with docker_with_image(layer) as client:
                 for concurrency in (1, 10, 50):
                     results.append(await docker(client, concurrency, max(concurrency, 20)))
                     results.append(await ours(server, concurrency, options.count))

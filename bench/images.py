@@ -21,10 +21,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from bench.docker import docker_daemon
+from bench.docker import docker_daemon, mounted
 from bench.server import bench_server
 from bench.stats import Result, print_ratio, print_results, summarise, write_json
 from opendsec import Client
@@ -41,17 +40,6 @@ from tests.harness import Server
 _PARTS = (("usr/lib/x86_64-linux-gnu",), ("usr/share", "usr/bin"), ())
 """What goes into which layer; the last has the rest. Roughly thirds."""
 _MIB = 1 << 20
-
-
-@contextlib.contextmanager
-def mounted(layer: Path) -> Iterator[Path]:
-    """The files of a layer."""
-    with tempfile.TemporaryDirectory(prefix="opendsec-bench-tree-", dir="/var/tmp") as folder:
-        subprocess.run(["mount", "-t", "erofs", "-o", "ro", layer, folder], check=True)
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", folder], check=True)
 
 
 def tars_of(tree: Path) -> list[bytes]:

@@ -4,44 +4,20 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.harness import Server
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-OLD_PYTHON = ROOT / ".venv-e2b-2.45" / "bin" / "python"
-JS_PACKAGE = HERE / "js" / "node_modules" / "e2b"
-
-
-def run_tour(server: Server, command: list[str]) -> dict[str, object]:
-    """Run a program that prints its results as the last line of JSON."""
-    run = subprocess.run(
-        command,
-        env=server.client_environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=HERE / "js",
-        check=False,
-    )
-    assert run.stdout.strip(), f"no results; stderr:\n{run.stderr}\n{server.log_tail()}"
-    return dict(json.loads(run.stdout.strip().splitlines()[-1]))
+from .tours import JS, PROGRAMS, node_with_package, python_of, run_tour
 
 
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("program", ["e2b_sync.py", "e2b_async.py"])
 @pytest.mark.parametrize("release", ["2.63.0", "2.45.1"])
 def test_python_package(server: Server, release: str, program: str) -> None:
-    python = Path(sys.executable) if release == "2.63.0" else OLD_PYTHON
-    if not python.exists():
-        pytest.skip(f"{python} is missing: run scripts/dev-setup")
-    results = run_tour(server, [str(python), str(HERE / "programs" / program)])
+    python = python_of(release)
+    results = run_tour(server, [python, str(PROGRAMS / program)])
     assert results["failed"] == {}
     passed = results["passed"]
     assert isinstance(passed, list)
@@ -50,10 +26,8 @@ def test_python_package(server: Server, release: str, program: str) -> None:
 
 @pytest.mark.timeout(360)
 def test_javascript_package(server: Server) -> None:
-    node = shutil.which("node")
-    if node is None or not JS_PACKAGE.exists():
-        pytest.skip("node or the package e2b is missing: run tests/run")
-    results = run_tour(server, [node, str(HERE / "js" / "tour.mjs")])
+    node = node_with_package()
+    results = run_tour(server, [node, str(JS / "tour.mjs")])
     assert results["failed"] == {}
     passed = results["passed"]
     assert isinstance(passed, list)
@@ -64,10 +38,8 @@ def test_javascript_package(server: Server) -> None:
 @pytest.mark.parametrize("program", ["e2b_state_sync.py", "e2b_state_async.py"])
 @pytest.mark.parametrize("release", ["2.63.0", "2.45.1"])
 def test_python_package_pauses_forks_and_saves(server: Server, release: str, program: str) -> None:
-    python = Path(sys.executable) if release == "2.63.0" else OLD_PYTHON
-    if not python.exists():
-        pytest.skip(f"{python} is missing: run scripts/dev-setup")
-    results = run_tour(server, [str(python), str(HERE / "programs" / program)])
+    python = python_of(release)
+    results = run_tour(server, [python, str(PROGRAMS / program)])
     assert results["failed"] == {}
     passed = results["passed"]
     assert isinstance(passed, list)
@@ -76,10 +48,8 @@ def test_python_package_pauses_forks_and_saves(server: Server, release: str, pro
 
 @pytest.mark.timeout(360)
 def test_javascript_package_pauses_forks_and_saves(server: Server) -> None:
-    node = shutil.which("node")
-    if node is None or not JS_PACKAGE.exists():
-        pytest.skip("node or the package e2b is missing: run tests/run")
-    results = run_tour(server, [node, str(HERE / "js" / "state.mjs")])
+    node = node_with_package()
+    results = run_tour(server, [node, str(JS / "state.mjs")])
     assert results["failed"] == {}
     passed = results["passed"]
     assert isinstance(passed, list)

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -27,11 +26,9 @@ from opendsec_server.images.tests.registries import (
 )
 from tests.harness import BIN, Server
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-OLD_PYTHON = ROOT / ".venv-e2b-2.45" / "bin" / "python"
-JS_PACKAGE = HERE / "js" / "node_modules" / "e2b"
-E2B_CLI = HERE / "js" / "node_modules" / ".bin" / "e2b"
+from .tours import JS, PROGRAMS, node_with_package, python_of, run_tour
+
+E2B_CLI = JS / "node_modules" / ".bin" / "e2b"
 APPLETS = [
     "cat", "chmod", "chown", "cp", "echo", "env", "false", "grep", "id", "ln", "ls", "mkdir", "mv",
     "ps", "pwd", "rm", "sed", "sh", "sleep", "stat", "tar", "test", "touch", "true", "wc",
@@ -58,20 +55,6 @@ def image(registry: Registry, tmp_path_factory: pytest.TempPathFactory) -> str:
     return registry.push(layout, "busybox:1")
 
 
-def tour(server: Server, command: list[str]) -> dict[str, object]:
-    run = subprocess.run(
-        command,
-        env=server.client_environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=HERE / "js",
-        check=False,
-    )
-    assert run.stdout.strip(), f"no results; stderr:\n{run.stderr}\n{server.log_tail()}"
-    return dict(json.loads(run.stdout.strip().splitlines()[-1]))
-
-
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("program", "count"), [("e2b_template_sync.py", 8), ("e2b_template_async.py", 3)]
@@ -80,25 +63,19 @@ def tour(server: Server, command: list[str]) -> dict[str, object]:
 def test_python_package(
     server: Server, image: str, tmp_path: Path, release: str, program: str, count: int
 ) -> None:
-    python = Path(sys.executable) if release == "2.63.0" else OLD_PYTHON
-    if not python.exists():
-        pytest.skip(f"{python} is missing: run scripts/dev-setup")
+    python = python_of(release)
     # Both releases build the same names: the second one begins anew.
     for name in ("tour", "bg", "bad", "pulled"):
         server.request("DELETE", f"/v1/templates/{name}")
-    results = tour(
-        server, [str(python), str(HERE / "programs" / program), image, str(tmp_path / release)]
-    )
+    results = run_tour(server, [python, str(PROGRAMS / program), image, str(tmp_path / release)])
     assert not results["failed"], "\n".join(results["failed"].values())
     assert len(results["passed"]) == count  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(360)
 def test_javascript_package(server: Server, image: str, tmp_path: Path) -> None:
-    node = shutil.which("node")
-    if node is None or not JS_PACKAGE.exists():
-        pytest.skip("node or the package e2b is missing: run tests/run")
-    results = tour(server, [node, str(HERE / "js" / "templates.mjs"), image, str(tmp_path / "c")])
+    node = node_with_package()
+    results = run_tour(server, [node, str(JS / "templates.mjs"), image, str(tmp_path / "c")])
     assert not results["failed"], "\n".join(results["failed"].values())
     assert len(results["passed"]) == 7  # type: ignore[arg-type]
 

@@ -31,6 +31,8 @@ import msgspec
 
 from opendsec_server.contract.node import Firmware
 
+from .files import write_atomically
+
 ImportedFormat = Literal["raw", "qcow2"]
 
 DISK_FILE = "disk.raw"
@@ -196,15 +198,15 @@ class DiskImages:
     def _keep(self, name: str, image: DiskImage, half: Path) -> None:
         target = self._root / image.digest
         if target.exists():
-            _write_atomically(target / _MANIFEST_FILE, msgspec.json.encode(image))
+            write_atomically(target / _MANIFEST_FILE, msgspec.json.encode(image))
         else:
             for file in half.iterdir():
                 # Read by machine monitors that run as users of their own.
                 file.chmod(0o444)
-            _write_atomically(half / _MANIFEST_FILE, msgspec.json.encode(image))
+            write_atomically(half / _MANIFEST_FILE, msgspec.json.encode(image))
             half.rename(target)
         names = {**self.names(), name: image.digest}
-        _write_atomically(self._index, msgspec.json.encode(names))
+        write_atomically(self._index, msgspec.json.encode(names))
         for entry in self._root.iterdir():
             if entry.is_dir() and entry.name not in names.values() and entry.name[0] != ".":
                 shutil.rmtree(entry, ignore_errors=True)
@@ -219,7 +221,7 @@ class DiskImages:
             digest = names.pop(name, None)
             if digest is None:
                 return False
-            _write_atomically(self._index, msgspec.json.encode(names))
+            write_atomically(self._index, msgspec.json.encode(names))
             if digest not in names.values():
                 shutil.rmtree(self._root / digest, ignore_errors=True)
         return True
@@ -338,14 +340,3 @@ def _digest(directory: Path, *settings: str) -> str:
             while chunk := file.read(_HASH_CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    half = path.with_name(f".{path.name}.new")
-    fd = os.open(half, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    half.rename(path)

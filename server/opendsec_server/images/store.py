@@ -226,16 +226,16 @@ class ImageStore:
 
     def has_layer(self, layer: str) -> bool:
         """Whether a layer (hex) is here, whole."""
-        return (self._layer_dir(layer) / LAYER_FILE).exists() or self.is_remote(layer)
+        return (self.layer_dir(layer) / LAYER_FILE).exists() or self.is_remote(layer)
 
     def is_remote(self, layer: str) -> bool:
         """Whether a layer's data lies elsewhere and is fetched as it is read."""
-        return (self._layer_dir(layer) / REMOTE_FILE).exists()
+        return (self.layer_dir(layer) / REMOTE_FILE).exists()
 
     def layer_bytes(self, layer: str) -> int:
         """Length of a layer's file; 0 when it is gone. Of a remote one: what is here of it."""
         if self.is_remote(layer):
-            return remote_bytes_here(self._layer_dir(layer))
+            return remote_bytes_here(self.layer_dir(layer))
         try:
             return self.layer_path(layer).stat().st_size
         except FileNotFoundError:
@@ -248,7 +248,7 @@ class ImageStore:
             ImageNotFound: it is not here.
         """
         try:
-            raw = (self._layer_dir(layer) / _LAYER_RECORD).read_bytes()
+            raw = (self.layer_dir(layer) / _LAYER_RECORD).read_bytes()
         except FileNotFoundError as exc:
             raise ImageNotFound(f"layer {layer} is not on this node") from exc
         return msgspec.json.decode(raw, type=Layer)
@@ -277,12 +277,9 @@ class ImageStore:
         """Of all layers together."""
         return sum(self.layer_bytes(layer) for layer in self.layers())
 
-    def _layer_dir(self, layer: str) -> Path:
-        return self.root / "layers" / layer
-
     def layer_dir(self, layer: str) -> Path:
         """All that is kept of a layer."""
-        return self._layer_dir(layer)
+        return self.root / "layers" / layer
 
     def layer_path(self, layer: str) -> Path:
         """A layer's file; of a remote one that is mounted, its block device."""
@@ -291,7 +288,7 @@ class ImageStore:
 
     def mount_path(self, layer: str) -> Path:
         """Where a layer is mounted."""
-        return self._layer_dir(layer) / "mnt"
+        return self.layer_dir(layer) / "mnt"
 
     def layer_of(self, key: str) -> str | None:
         """The layer that was made of a tar (``sha256:…``) or of collapsed layers, if it is here."""
@@ -389,7 +386,7 @@ class ImageStore:
         with self._changing():
             if hold is not None:
                 self._hold(hold, digest)
-            target = self._layer_dir(digest)
+            target = self.layer_dir(digest)
             target.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self.has_layer(digest):
                 half = target / f".{LAYER_FILE}.new"
@@ -423,7 +420,7 @@ class ImageStore:
         """
         with self._changing():
             self._hold(hold, layer)
-            target = self._layer_dir(layer)
+            target = self.layer_dir(layer)
             target.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self.is_remote(layer):
                 for name, data in files.items():
@@ -554,7 +551,7 @@ class ImageStore:
             old = set()
             for layer in self.layers():
                 with contextlib.suppress(FileNotFoundError):
-                    if (self._layer_dir(layer) / _LAYER_RECORD).stat().st_mtime < before:
+                    if (self.layer_dir(layer) / _LAYER_RECORD).stat().st_mtime < before:
                         old.add(layer)
             return self._remove_layers(old)
 
@@ -587,8 +584,8 @@ class ImageStore:
             self.before_removal(layer)
             # The file first: without it the layer does not exist, whatever else is left.
             for name in (LAYER_FILE, REMOTE_FILE):
-                (self._layer_dir(layer) / name).unlink(missing_ok=True)
-            shutil.rmtree(self._layer_dir(layer), ignore_errors=True)
+                (self.layer_dir(layer) / name).unlink(missing_ok=True)
+            shutil.rmtree(self.layer_dir(layer), ignore_errors=True)
         return len(going), freed
 
     # --- the earlier form -----------------------------------------------------
@@ -629,7 +626,7 @@ class ImageStore:
             created_at=old.created_at,
         )
         write_atomically(self._record_path(image.digest), msgspec.json.encode(image))
-        target = self._layer_dir(path.name)
+        target = self.layer_dir(path.name)
         if target.exists():
             shutil.rmtree(path)
         else:

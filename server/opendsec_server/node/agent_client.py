@@ -17,9 +17,10 @@ from opendsec_server.contract.errors import AgentUnresponsive
 from opendsec_server.contract.node import SandboxSpec
 
 from . import limits
+from .http_answer import read_answer
 from .network.policy import AGENT_PORT
 
-_ANSWER_BYTES_MAX = 64 * 1024
+ANSWER_BYTES_MAX = 64 * 1024
 
 
 class AgentStatus(msgspec.Struct, frozen=True):
@@ -34,7 +35,7 @@ class NotListening(AgentUnresponsive):
 
 
 async def connect(
-    address: str, timeout_s: float, *, limit: int = _ANSWER_BYTES_MAX
+    address: str, timeout_s: float, *, limit: int = ANSWER_BYTES_MAX
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection to a guest agent.
 
@@ -64,25 +65,9 @@ async def _exchange(
             f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
-        return await read_answer(reader)
+        return await read_answer(reader, ANSWER_BYTES_MAX)
     finally:
         writer.close()
-
-
-async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Status and body of a small answer that states its length.
-
-    Raises:
-        OSError, asyncio.IncompleteReadError, ValueError, IndexError: there was none.
-    """
-    head = await reader.readuntil(b"\r\n\r\n")
-    status = int(head.split(b" ", 2)[1])
-    length = 0
-    for line in head.split(b"\r\n")[1:]:
-        name, _, value = line.partition(b":")
-        if name.strip().lower() == b"content-length":
-            length = min(int(value), _ANSWER_BYTES_MAX)
-    return status, await reader.readexactly(length)
 
 
 async def _call(

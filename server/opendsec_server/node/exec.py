@@ -29,6 +29,7 @@ from opendsec_server.contract.images import ExecEvent
 from opendsec_server.contract.node import SandboxSpec
 
 from . import agent_client, limits
+from .http_answer import read_answer
 from .process import finish_in_thread
 
 _FRAME_HEAD_BYTES = 5
@@ -298,7 +299,7 @@ async def unpack_archive(
                     async with asyncio.timeout(limits.UNPACK_SILENCE_MAX_S):
                         await writer.drain()
             async with asyncio.timeout(limits.UNPACK_SILENCE_MAX_S):
-                status, answer = await agent_client.read_answer(reader)
+                status, answer = await read_answer(reader, agent_client.ANSWER_BYTES_MAX)
         except _BROKEN as exc:
             raise AgentUnresponsive(f"the guest agent broke off an unpack: {exc!r}") from exc
         finally:

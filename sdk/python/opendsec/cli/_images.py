@@ -7,8 +7,7 @@ import argparse
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import msgspec
 
@@ -23,7 +22,8 @@ from opendsec import (
 )
 
 from . import _exit
-from ._output import age, note, print_error, print_json, print_table, size, waiting
+from ._output import age, beside, note, print_json, print_table, size, waiting
+from ._remove import remove_each
 from ._session import client_of
 
 SHORT_DIGEST_CHARS = 12
@@ -69,15 +69,10 @@ def pull(args: argparse.Namespace) -> int:
     return _exit.OK
 
 
-@contextmanager
-def _watched(client: Client, reference: str) -> Iterator[None]:
+def _watched(client: Client, reference: str) -> AbstractContextManager[None]:
     """Meanwhile one line for people, drawn anew: what the server says of the pull."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    done = threading.Event()
 
-    def show() -> None:
+    def show(done: threading.Event) -> None:
         while not done.wait(_limits.PULL_LOOK_INTERVAL_S):
             with contextlib.suppress(OpendsecError):
                 for one in client.images.pulls():
@@ -85,15 +80,10 @@ def _watched(client: Client, reference: str) -> Iterator[None]:
                         sys.stderr.write(f"\r{_line(one)}\x1b[K")
                         sys.stderr.flush()
 
-    thread = threading.Thread(target=show, name="opendsec-pull", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()
+
+    return beside(show)
 
 
 def _means(pull: ImagePull, reference: str) -> bool:
@@ -123,22 +113,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 def rm(args: argparse.Namespace) -> int:
     """Remove images, as many as can be."""
-    code = _exit.OK
-    removed: list[str] = []
     with client_of(args) as client:
-        for name in args.images:
-            try:
-                client.images.delete(name)
-            except OpendsecError as error:
-                print_error(error, as_json=args.json)
-                code = max(code, _exit.code_for(error, runs_program=False))
-                continue
-            removed.append(name)
-            if not args.json:
-                print(name)
-    if args.json:
-        print_json({"removed": removed})
-    return code
+        return remove_each(args, args.images, client.images.delete)
 
 
 def prune(args: argparse.Namespace) -> int:

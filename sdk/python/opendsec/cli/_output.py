@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -143,14 +143,25 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def waiting(text: str) -> Iterator[None]:
-    """While the block takes longer than two seconds, say so to people and count the seconds."""
+def beside(show: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run ``show`` in a thread while the block runs, if people look. It ends on the event."""
     if not sys.stderr.isatty():
         yield
         return
     done = threading.Event()
+    thread = threading.Thread(target=show, args=(done,), name="opendsec-beside", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
-    def show() -> None:
+
+def waiting(text: str) -> AbstractContextManager[None]:
+    """While the block takes longer than two seconds, say so to people and count the seconds."""
+
+    def show(done: threading.Event) -> None:
         started = time.monotonic()
         pause_s = SILENT_S
         while not done.wait(pause_s):
@@ -161,13 +172,7 @@ def waiting(text: str) -> Iterator[None]:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
-    thread = threading.Thread(target=show, name="opendsec-waiting", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    return beside(show)
 
 
 def age(moment: datetime | None) -> str:

@@ -123,6 +123,22 @@ def _command(
     return parser
 
 
+def _group(commands: Any, name: str, text: str, *, example: str, description: str = "") -> Any:
+    """A command that has others below it; those are added to what comes back."""
+    # Made by a plain parser: the class of the last command is otherwise kept.
+    commands._parser_class = argparse.ArgumentParser
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=description or text[0].upper() + text[1:] + ".",
+        epilog=f"example:\n{example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    # Without a subcommand there is nothing to do but to say which there are.
+    return parser.add_subparsers(title="commands", metavar="COMMAND", dest="action", required=True)
+
+
 def _add_run(commands: Any) -> None:
     p = _command(
         commands,
@@ -401,20 +417,15 @@ def _add_state(commands: Any) -> None:
 
 
 def _add_images(commands: Any) -> None:
-    # Made by a plain parser: the class of the last command is otherwise kept.
-    commands._parser_class = argparse.ArgumentParser
-    images = commands.add_parser(
+    inner = _group(
+        commands,
         "image",
-        help="container images on the server: list, pull, inspect, remove, prune, push",
+        "container images on the server: list, pull, inspect, remove, prune, push",
         description="Container images on the server. One is named by its reference, its digest or "
         "the digest's first 12 characters, or by the name that `pack` gave it.",
-        epilog="example:\n  opendsec image pull python:3.12-slim\n"
+        example="  opendsec image pull python:3.12-slim\n"
         "  opendsec run --image python:3.12-slim python -V",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    images.set_defaults(handler=None)
-    inner = images.add_subparsers(title="commands", metavar="COMMAND", required=True)
     p = _command(inner, "ls", "_images:ls", "list images")
     p.add_argument("-q", "--quiet", action="store_true", help="digests only")
     p = _command(inner, "pull", "_images:pull", "have the server pull an image, print its digest")
@@ -443,19 +454,12 @@ def _add_login(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_snapshot(commands: Any) -> None:
-    text = "save sandboxes' states, and list and remove what was saved"
-    commands._parser_class = argparse.ArgumentParser
-    parser = commands.add_parser(
+    inner = _group(
+        commands,
         "snapshot",
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        epilog="example:\n  opendsec snapshot create ID --name warm\n"
-        "  opendsec create --from-snapshot warm",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "save sandboxes' states, and list and remove what was saved",
+        example="  opendsec snapshot create ID --name warm\n  opendsec create --from-snapshot warm",
     )
-    # Without a subcommand there is nothing to do but to say which there are.
-    inner = parser.add_subparsers(title="commands", metavar="COMMAND", dest="action", required=True)
     p = _command(inner, "create", "_state:snapshot_create", "save a sandbox's state, print its id")
     p.add_argument("--name", metavar="NAME[:TAG]", help="a name to find it by")
     _mode_option(p, "full saves its processes too, filesystem the disk alone (default: full)")

@@ -9,6 +9,7 @@ from opendsec import OpendsecError, Snapshot, SnapshotNotFound
 
 from . import _exit
 from ._output import age, note, print_error, print_json, print_table, size, waiting
+from ._remove import remove_each
 from ._session import client_of
 
 
@@ -129,20 +130,10 @@ def _row(snapshot: Snapshot) -> list[str]:
 
 def snapshot_rm(args: argparse.Namespace) -> int:
     """Remove snapshots, as many as can be."""
-    code = _exit.OK
-    removed: list[str] = []
     with client_of(args) as client:
-        for name in args.snapshots:
-            try:
-                if not client.snapshots.delete(name):
-                    raise SnapshotNotFound(f"There is no snapshot {name}.")
-            except OpendsecError as error:
-                print_error(error, as_json=args.json)
-                code = max(code, _exit.code_for(error, runs_program=False))
-                continue
-            removed.append(name)
-            if not args.json:
-                print(name)
-    if args.json:
-        print_json({"removed": removed})
-    return code
+
+        def remove(name: str) -> None:
+            if not client.snapshots.delete(name):
+                raise SnapshotNotFound(f"There is no snapshot {name}.")
+
+        return remove_each(args, args.snapshots, remove)

@@ -6,23 +6,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ._parser import _command, _env_pair, _mib
+from ._parser import _command, _env_pair, _group, _mib
 
 
 def add_template(commands: Any) -> None:
     """Add the command and those below it."""
-    text = "build templates, and list, tag, push and remove them"
-    commands._parser_class = argparse.ArgumentParser
-    parser = commands.add_parser(
+    inner = _group(
+        commands,
         "template",
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        epilog="example:\n  opendsec template build -t mine:v1 .\n"
-        "  opendsec run --template mine:v1 -- ls",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "build templates, and list, tag, push and remove them",
+        example="  opendsec template build -t mine:v1 .\n  opendsec run --template mine:v1 -- ls",
     )
-    inner = parser.add_subparsers(title="commands", metavar="COMMAND", dest="action", required=True)
     _add_template_build(inner)
     p = _command(
         inner,

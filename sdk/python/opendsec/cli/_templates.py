@@ -21,7 +21,8 @@ from opendsec._ready_made import READY_MADE
 from opendsec._sync._client import Client
 
 from . import _exit
-from ._output import age, note, print_error, print_json, print_table, waiting, wants_colour
+from ._output import age, note, print_json, print_table, waiting, wants_colour
+from ._remove import remove_each
 from ._session import client_of
 
 _COLOURS = {"error": "\x1b[31m", "warn": "\x1b[33m", "debug": "\x1b[2m"}
@@ -180,23 +181,13 @@ def inspect(args: argparse.Namespace) -> int:
 
 def rm(args: argparse.Namespace) -> int:
     """Remove templates, as many as can be."""
-    code = _exit.OK
-    removed: list[str] = []
     with client_of(args) as client:
-        for name in args.templates:
-            try:
-                if not client.templates.delete(name):
-                    raise TemplateNotFound(f"There is no template {name}.")
-            except OpendsecError as error:
-                print_error(error, as_json=args.json)
-                code = max(code, _exit.code_for(error, runs_program=False))
-                continue
-            removed.append(name)
-            if not args.json:
-                print(name)
-    if args.json:
-        print_json({"removed": removed})
-    return code
+
+        def remove(name: str) -> None:
+            if not client.templates.delete(name):
+                raise TemplateNotFound(f"There is no template {name}.")
+
+        return remove_each(args, args.templates, remove)
 
 
 def tag(args: argparse.Namespace) -> int:

@@ -31,6 +31,7 @@ from typing import TypeVar
 import msgspec
 
 from opendsec_server.config import Config
+from opendsec_server.images.files import sha256_of
 
 from . import package
 from .cpio import Archive
@@ -47,7 +48,6 @@ _KERNEL_FILES = ("vmlinuz", "vmlinux", "modules.erofs")
 _CONFIGURED = "guest_kernel_path"
 _INITRAMFS = "initramfs.cpio"
 _BOOT_MODULES = "boot"
-_HASH_CHUNK_BYTES = 1 << 20
 _AGENT_HASH_SHOWN = 12
 _KERNEL_HASH_SHOWN = 8
 _LOCK_TIMEOUT_S = 1_800.0
@@ -132,7 +132,7 @@ def _ensure(config: Config, root: Path, agent: Path, progress: Progress) -> Gues
             "container."
         )
     try:
-        agent_sha256 = _sha256(agent)
+        agent_sha256 = sha256_of(agent)
     except OSError as exc:
         raise GuestBuildError(f"cannot read the guest agent {agent}: {exc.strerror}") from exc
     wanted = _configured_sha256(config)
@@ -154,7 +154,7 @@ def _configured_sha256(config: Config) -> str | None:
     if config.guest_kernel_path is None:
         return None
     try:
-        return _sha256(Path(config.guest_kernel_path))
+        return sha256_of(Path(config.guest_kernel_path))
     except OSError as exc:
         raise GuestBuildError(
             f"guest_kernel_path: cannot read {config.guest_kernel_path}: {exc.strerror}"
@@ -430,11 +430,3 @@ def _prune(root: Path, used: GuestImage) -> None:
         kernel = _read(path, _KernelRecord)
         if kernel is None or kernel.vmlinuz_sha256 not in needed:
             shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

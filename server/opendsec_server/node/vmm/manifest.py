@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from opendsec_server.contract.errors import SnapshotDamaged, SnapshotIncompatible
+from opendsec_server.images.files import sha256_of
 
 from .base import DEVICES_FILE, MANIFEST_FILE, RAM_FILE, SUMS_FILE, VmConfig, VmmInfo
 
 FORMAT = 1
 DRAFT_FILE = "manifest.draft"
 _TSC_TOLERANCE = 0.001
-_READ_BYTES = 1024 * 1024
 _MANIFEST_BYTES_MAX = 256 * 1024
 
 
@@ -124,8 +124,8 @@ def seal(memory: Path, *, durable: bool) -> Manifest:
     manifest = msgspec.structs.replace(
         draft,
         devices_bytes=devices.stat().st_size,
-        devices_sha256=_sha256_of(devices),
-        sums_sha256=_sha256_of(memory / SUMS_FILE),
+        devices_sha256=sha256_of(devices),
+        sums_sha256=sha256_of(memory / SUMS_FILE),
     )
     manifest = msgspec.structs.replace(manifest, sha256=_own_sha256(manifest))
     draft_path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
@@ -218,7 +218,7 @@ def require_whole(memory: Path, manifest: Manifest) -> None:
         devices = memory / DEVICES_FILE
         devices_bytes = devices.stat().st_size
         whole = (ram_bytes, devices_bytes) == (manifest.ram_bytes, manifest.devices_bytes)
-        whole = whole and _sha256_of(devices) == manifest.devices_sha256
+        whole = whole and sha256_of(devices) == manifest.devices_sha256
     except OSError as exc:
         raise SnapshotDamaged(f"the saved memory is incomplete: {exc.strerror}") from exc
     if ram_bytes != manifest.ram_bytes:
@@ -236,7 +236,7 @@ def require_sums_whole(memory: Path, manifest: Manifest) -> None:
         SnapshotDamaged: they are missing or changed.
     """
     try:
-        found = _sha256_of(memory / SUMS_FILE)
+        found = sha256_of(memory / SUMS_FILE)
     except OSError as exc:
         raise SnapshotDamaged(f"the saved memory is incomplete: {exc.strerror}") from exc
     if found != manifest.sums_sha256:
@@ -250,14 +250,6 @@ def _describe(disks: tuple[SavedDisk, ...]) -> list[str]:
 def _own_sha256(manifest: Manifest) -> str:
     plain = msgspec.structs.replace(manifest, sha256="")
     return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()
-
-
-def _sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _fsync(path: Path) -> None:

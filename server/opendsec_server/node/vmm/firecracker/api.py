@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from opendsec_server.node.http_answer import read_answer
+
 _ANSWER_BYTES_MAX = 256 * 1024
 CALL_TIMEOUT_S = 10.0
 """Bound on a request that only changes settings."""
@@ -66,14 +68,7 @@ async def _exchange(path: Path, method: str, target: str, body: bytes) -> tuple[
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
-        head = await reader.readuntil(b"\r\n\r\n")
-        status = int(head.split(b" ", 2)[1])
-        length = 0
-        for line in head.split(b"\r\n")[1:]:
-            name, _, value = line.partition(b":")
-            if name.strip().lower() == b"content-length":
-                length = min(int(value), _ANSWER_BYTES_MAX)
-        return status, await reader.readexactly(length)
+        return await read_answer(reader, _ANSWER_BYTES_MAX)
     finally:
         writer.close()
 
