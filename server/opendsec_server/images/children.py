@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from opendsec_server.binaries import find_layer, find_lazy
@@ -36,10 +36,7 @@ def layer_program() -> str:
     Raises:
         Internal: it is not installed.
     """
-    try:
-        return str(find_layer())
-    except ConfigError as exc:
-        raise Internal(str(exc), remediation="Install the package opendsec-layer.") from exc
+    return _path_of("opendsec-layer", find_layer)
 
 
 def lazy_program() -> str:
@@ -48,7 +45,11 @@ def lazy_program() -> str:
     Raises:
         Internal: it is not installed.
     """
+    return _path_of("opendsec-lazy", find_lazy)
+
+
+def _path_of(package: str, find: Callable[[], Path]) -> str:
     try:
-        return str(find_lazy())
+        return str(find())
     except ConfigError as exc:
-        raise Internal(str(exc), remediation="Install the package opendsec-lazy.") from exc
+        raise Internal(str(exc), remediation=f"Install the package {package}.") from exc

@@ -120,6 +120,16 @@ class _Source:
         self._free.append((proxy, opened))
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What one attempt to have an image works with: where from, what it holds, how far it is."""
+
+    source: _Source
+    hold: Hold
+    progress: Progress
+    budget: _Budget
+
+
 class Puller:
     """Pulls images into a store.
 
@@ -297,13 +307,8 @@ class Puller:
                 remediation="Use a smaller image, or raise image_size_max_mb.",
             )
         await self._room.make(progress.bytes_total)
-        budget = _Budget(self._config.image_size_max_mb * _MIB)
-        await _together(
-            [
-                self._have_layer(source, diff, part, hold, progress, budget)
-                for diff, part in missing.items()
-            ]
-        )
+        job = _Job(source, hold, progress, _Budget(self._config.image_size_max_mb * _MIB))
+        await _together([self._have_layer(job, diff, part) for diff, part in missing.items()])
         if not wanted:
             await self._empty_layer(hold)
             return hold.layers
@@ -312,21 +317,13 @@ class Puller:
             raise Internal(f"{source.what}: a layer has vanished from the store")
         return [layer for layer in layers if layer is not None]
 
-    async def _have_layer(
-        self,
-        source: _Source,
-        diff: str,
-        part: manifests.Descriptor,
-        hold: Hold,
-        progress: Progress,
-        budget: _Budget,
-    ) -> None:
+    async def _have_layer(self, job: _Job, diff: str, part: manifests.Descriptor) -> None:
         """One layer, by whichever pull is at it; if that one fails, by this."""
 
         async def fetch() -> None:
-            await self._fetch_layer(source, diff, part, hold, progress, budget)
+            await self._fetch_layer(job, diff, part)
 
-        while await asyncio.to_thread(hold.claim, diff) is None:
+        while await asyncio.to_thread(job.hold.claim, diff) is None:
             mine = diff not in self._layers
             try:
                 await self._layers.join(diff, fetch)
@@ -334,25 +331,17 @@ class Puller:
                 # Another pull's failure (its registry, its limit) need not be this one's.
                 if mine:
                     raise
-        progress.layers_done += 1
-        progress.bytes_read[diff] = part.size
+        job.progress.layers_done += 1
+        job.progress.bytes_read[diff] = part.size
 
-    async def _fetch_layer(
-        self,
-        source: _Source,
-        diff: str,
-        part: manifests.Descriptor,
-        hold: Hold,
-        progress: Progress,
-        budget: _Budget,
-    ) -> None:
+    async def _fetch_layer(self, job: _Job, diff: str, part: manifests.Descriptor) -> None:
         with self._store.scratch(diff[7:19]) as scratch:
             tree = scratch / "tree"
             tree.mkdir()
             async with self._fetching:
-                unpacked = await self._unpack(source, diff, part, tree, progress, budget)
-            budget.spend(unpacked.size_bytes)
-            await self._make(tree, scratch / "layer", hold, unpacked)
+                unpacked = await self._unpack(job, diff, part, tree)
+            job.budget.spend(unpacked.size_bytes)
+            await self._make(tree, scratch / "layer", job.hold, unpacked)
 
     async def _make(self, tree: Path, target: Path, hold: Hold, unpacked: convert.Unpacked) -> None:
         async with self._making:
@@ -376,15 +365,10 @@ class Puller:
             await asyncio.to_thread(self._store.adopt, scratch / "layer", hold=hold)
 
     async def _unpack(
-        self,
-        source: _Source,
-        diff: str,
-        part: manifests.Descriptor,
-        tree: Path,
-        progress: Progress,
-        budget: _Budget,
+        self, job: _Job, diff: str, part: manifests.Descriptor, tree: Path
     ) -> convert.Unpacked:
         """Let a layer flow from the registry into a tree."""
+        source = job.source
         stall_s = self._config.registry_stall_s
         try:
             async with source.line() as (proxy, image):
@@ -394,8 +378,8 @@ class Puller:
                     blob,
                     convert.unpack(
                         tree, source=blob.fd, blob=part.digest, diff=diff,
-                        bytes_max=budget.left_bytes, stall_s=stall_s,
-                        progress=lambda read: progress.bytes_read.update(
+                        bytes_max=job.budget.left_bytes, stall_s=stall_s,
+                        progress=lambda read: job.progress.bytes_read.update(
                             {diff: min(read, part.size)}
                         ),
                     ),

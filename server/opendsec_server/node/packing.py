@@ -19,7 +19,6 @@ from pathlib import Path
 
 import structlog
 
-from opendsec_server.binaries import find_layer
 from opendsec_server.contract.errors import (
     ImageNotFound,
     Internal,
@@ -30,6 +29,7 @@ from opendsec_server.contract.errors import (
 from opendsec_server.contract.ids import random_chars
 from opendsec_server.contract.images import LAYERS_MAX, ImageInfo, PackOptions
 from opendsec_server.contract.node import Snapshot
+from opendsec_server.images.children import layer_program
 from opendsec_server.images.collapse import collapse
 from opendsec_server.images.convert import make_erofs, no_room
 from opendsec_server.images.store import Hold, Image
@@ -190,7 +190,7 @@ def _held(parent: Path) -> Iterator[Path]:
 
 async def _copy_upper(upper: Path, tree: Path, left_out: Sequence[str]) -> None:
     argv = [
-        str(find_layer()), "copy-upper", "--from", str(upper), "--into", str(tree),
+        layer_program(), "copy-upper", "--from", str(upper), "--into", str(tree),
         "--bytes-max", str(limits.PACK_FILES_BYTES_MAX),
         "--entries-max", str(limits.PACK_ENTRIES_MAX),
     ]  # fmt: skip

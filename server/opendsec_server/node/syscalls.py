@@ -50,7 +50,6 @@ _MOVE_MOUNT_F_EMPTY_PATH = 0x4
 _MOUNT_ATTR_IDMAP = 0x00100000
 
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PDEATHSIG = 1
 
 
 class _MountAttr(ctypes.Structure):
@@ -150,11 +149,6 @@ def syncfs(fd: int) -> None:
 def set_child_subreaper() -> None:
     """Orphaned descendants become children of this process, so that it learns how they ended."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-
-
-def set_parent_death_signal(signal_number: int) -> None:
-    """Have the kernel send ``signal_number`` to this process when its parent thread ends."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "prctl")
 
 
 class _CapHeader(ctypes.Structure):

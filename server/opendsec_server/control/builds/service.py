@@ -118,7 +118,6 @@ class Builds:
         self._config = config
         self._store = store
         self._node = node
-        self._mint = mint
         self._templates = templates
         self._snapshots = snapshots
         directory = Path(config.state_dir) / "builds"
@@ -135,7 +134,6 @@ class Builds:
         self._slots = asyncio.Semaphore(config.builds_parallel_max)
         self._jobs: dict[str, _Job] = {}
         self._tidying: asyncio.Task[None] | None = None
-        self._stopping = False
 
     async def start_up(self) -> None:
         """Settle what a server that was killed left. Its sandboxes go at the next comparison.
@@ -159,7 +157,6 @@ class Builds:
 
     async def stop(self) -> None:
         """End what is under way. Its sandboxes are removed, its builds have failed."""
-        self._stopping = True
         if self._tidying is not None:
             self._tidying.cancel()
         tasks = [job.task for job in self._jobs.values()]
