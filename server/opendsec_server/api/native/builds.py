@@ -31,7 +31,6 @@ from opendsec_server.contract.errors import (
     Forbidden,
     InvalidRequest,
     NotSupported,
-    PayloadTooLarge,
     QuotaExceeded,
 )
 from opendsec_server.control.builds.dockerfile import plan_of_dockerfile
@@ -40,12 +39,11 @@ from opendsec_server.control.builds.plan import BuildPlan, BuildStep, Stage
 from opendsec_server.control.builds.service import CANCELLED, BuildRequest
 
 from . import template_schemas as schemas
-from .documented import Operation, Parameter, documented
+from .documented import BODY, Operation, Parameter, documented
 from .templates import auth_of, build_of
 
 SILENCE_S = 15.0
 """A log that is followed sends an empty line after so long a silence, so that no proxy ends it."""
-_BODY = (InvalidRequest, PayloadTooLarge)
 
 _new = msgspec.json.Decoder(schemas.NewBuild)
 _start = msgspec.json.Decoder(schemas.StartBuild)
@@ -63,7 +61,7 @@ _encode = msgspec.json.Encoder().encode
             request=schemas.NewBuild,
             response=schemas.Build,
             status=201,
-            errors=(*_BODY, Forbidden, Conflict, QuotaExceeded),
+            errors=(*BODY, Forbidden, Conflict, QuotaExceeded),
         )
     ),
 )
@@ -126,7 +124,7 @@ async def upload_address(
             "malformed makes a failed build; a Dockerfile that cannot be read is refused.",
             request=schemas.StartBuild,
             status=202,
-            errors=(*_BODY, BuildNotFound, Conflict, QuotaExceeded, NotSupported),
+            errors=(*BODY, BuildNotFound, Conflict, QuotaExceeded, NotSupported),
         )
     ),
     status_code=202,

@@ -9,13 +9,22 @@ import msgspec
 
 from opendsec_server.contract.errors import (
     Internal,
+    InvalidRequest,
     OpendsecError,
+    PayloadTooLarge,
+    RegistryDenied,
+    RegistryLimited,
+    RegistryUnavailable,
     StoreUnavailable,
     Unauthenticated,
 )
 
 OPERATION_KEY = "operation"
 EVERYWHERE: tuple[type[OpendsecError], ...] = (Unauthenticated, StoreUnavailable, Internal)
+BODY: tuple[type[OpendsecError], ...] = (InvalidRequest, PayloadTooLarge)
+"""Of every operation that takes a body."""
+REGISTRY: tuple[type[OpendsecError], ...] = (RegistryDenied, RegistryLimited, RegistryUnavailable)
+"""What registries answer."""
 
 
 class Parameter(msgspec.Struct, kw_only=True, frozen=True):

@@ -21,22 +21,15 @@ from opendsec_server.contract.errors import (
     ImageDamaged,
     ImageInUse,
     ImageNotFound,
-    InvalidRequest,
     NodeFull,
-    PayloadTooLarge,
-    RegistryDenied,
-    RegistryLimited,
-    RegistryUnavailable,
 )
 
 from . import image_schemas as schemas
 from .convert import image_of
-from .documented import Operation, documented
+from .documented import BODY, REGISTRY, Operation, documented
 from .schemas import Image
 from .templates import auth_of
 
-_BODY = (InvalidRequest, PayloadTooLarge)
-_REGISTRY = (RegistryDenied, RegistryLimited, RegistryUnavailable)
 _NAMED = "By reference, name, digest, or a digest's first 12 characters at least (URL-encoded)."
 
 _pull = msgspec.json.Decoder(schemas.PullImage)
@@ -89,7 +82,7 @@ async def get_image(request: Request, image: FromPath[str]) -> Response[bytes]:
             "caller goes away. Layers that are here are not sent again.",
             request=schemas.PullImage,
             response=Image,
-            errors=(*_BODY, Forbidden, ImageNotFound, *_REGISTRY, ImageDamaged, NodeFull),
+            errors=(*BODY, Forbidden, ImageNotFound, *REGISTRY, ImageDamaged, NodeFull),
         )
     ),
 )
@@ -152,7 +145,7 @@ async def delete_image(request: Request, image: FromPath[str]) -> Response[None]
             request=schemas.PruneImages,
             request_required=False,
             response=schemas.Pruned,
-            errors=(*_BODY, Forbidden),
+            errors=(*BODY, Forbidden),
         )
     ),
 )
@@ -178,7 +171,7 @@ async def prune_images(request: Request) -> Response[bytes]:
             description=_NAMED,
             request=schemas.PushImage,
             response=schemas.PushedImage,
-            errors=(*_BODY, ImageNotFound, *_REGISTRY),
+            errors=(*BODY, ImageNotFound, *REGISTRY),
         )
     ),
 )

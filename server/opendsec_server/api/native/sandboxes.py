@@ -32,11 +32,8 @@ from opendsec_server.contract.errors import (
     NodeFull,
     NodeUnavailable,
     NotSupported,
-    PayloadTooLarge,
+    OpendsecError,
     QuotaExceeded,
-    RegistryDenied,
-    RegistryLimited,
-    RegistryUnavailable,
     ResumeFailed,
     SandboxNotFound,
     SandboxStartFailed,
@@ -52,7 +49,7 @@ from opendsec_server.store.sandboxes import SandboxFilter
 
 from . import schemas
 from .convert import params_of, policy_of, sample_of, sandbox_of, transition_of
-from .documented import Operation, Parameter, documented
+from .documented import BODY, REGISTRY, Operation, Parameter, documented
 
 TAG = "sandboxes"
 LIVE = tuple(state for state in State if state not in TERMINAL)
@@ -62,14 +59,7 @@ _create = msgspec.json.Decoder(schemas.CreateSandbox)
 _connect = msgspec.json.Decoder(schemas.Connect)
 _timeout = msgspec.json.Decoder(schemas.SetTimeout)
 _network = msgspec.json.Decoder(schemas.Network)
-BODY = (InvalidRequest, PayloadTooLarge)
-PULLING = (
-    ImageNotFound,
-    RegistryDenied,
-    RegistryLimited,
-    RegistryUnavailable,
-    ImageDamaged,
-)
+PULLING: tuple[type[OpendsecError], ...] = (ImageNotFound, *REGISTRY, ImageDamaged)
 """Why an image cannot be had."""
 RESUMING = (
     QuotaExceeded,

@@ -42,8 +42,8 @@ from opendsec_server.store.snapshots import SnapshotFilter
 
 from . import schemas
 from .convert import fork_item_of, image_of, paused_of, sandbox_of, snapshot_of
-from .documented import Operation, Parameter, documented
-from .sandboxes import BODY, KEY, RESUMING
+from .documented import BODY, Operation, Parameter, documented
+from .sandboxes import KEY, RESUMING
 
 REPLAY = {"Idempotent-Replay": "`true` when it is the result of an earlier call."}
 _SAVING = (

@@ -22,23 +22,17 @@ from opendsec_server.contract.errors import (
     Forbidden,
     ImageNotFound,
     InvalidRequest,
-    PayloadTooLarge,
-    RegistryDenied,
-    RegistryLimited,
-    RegistryUnavailable,
     TemplateNotFound,
 )
 from opendsec_server.contract.images import RegistryAuth
 from opendsec_server.control.builds.service import Shown
 from opendsec_server.control.iam import Caller
-from opendsec_server.control.templates import parse_reference
 from opendsec_server.store import records
 from opendsec_server.store.templates import BuildFilter
 
 from . import template_schemas as schemas
-from .documented import Operation, documented
+from .documented import BODY, REGISTRY, Operation, documented
 
-_BODY = (InvalidRequest, PayloadTooLarge)
 _OWN = (TemplateNotFound, Forbidden)
 
 _update = msgspec.json.Decoder(schemas.UpdateTemplate)
@@ -153,7 +147,7 @@ async def get_template(request: Request, template: FromPath[str]) -> Response[by
             summary="Show a template to all projects, or no longer",
             request=schemas.UpdateTemplate,
             status=204,
-            errors=(*_BODY, *_OWN),
+            errors=(*BODY, *_OWN),
         )
     ),
 )
@@ -190,7 +184,7 @@ async def delete_template(request: Request, template: FromPath[str]) -> Response
             request=schemas.AssignTags,
             response=schemas.Build,
             status=201,
-            errors=(*_BODY, *_OWN),
+            errors=(*BODY, *_OWN),
         )
     ),
 )
@@ -233,12 +227,10 @@ async def remove_tag(
             response=schemas.Pushed,
             status=200,
             errors=(
-                *_BODY,
+                *BODY,
                 *_OWN,
                 ImageNotFound,
-                RegistryDenied,
-                RegistryLimited,
-                RegistryUnavailable,
+                *REGISTRY,
             ),
         )
     ),
@@ -246,12 +238,11 @@ async def remove_tag(
 )
 async def push_template(request: Request, template: FromPath[str]) -> Response[bytes]:
     body = await read_json(request, _push)
-    services, name = services_of(request), segment(template)
-    found = await services.templates.own(caller_of(request), name)
-    build = await services.templates.build_of(found, parse_reference(name).tag)
-    assert build.image is not None, "only ready builds have tags"
-    digest = await services.node.images.push(
-        build.image, body.reference, auth=auth_of(body.registry_auth)
+    digest = await services_of(request).builds.push(
+        caller_of(request),
+        segment(template),
+        body.reference,
+        auth=auth_of(body.registry_auth),
     )
     return answer(schemas.Pushed(digest=digest))
 

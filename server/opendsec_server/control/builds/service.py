@@ -28,6 +28,7 @@ from opendsec_server.contract.errors import (
     TemplateNotFound,
 )
 from opendsec_server.contract.ids import random_chars
+from opendsec_server.contract.images import RegistryAuth
 from opendsec_server.contract.node import NodeClient, NodeInfo, SandboxStatus
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.snapshots import Origin, Snapshots
@@ -529,6 +530,21 @@ class Builds:
         removed = await store_templates.remove_tags(self._store, template.template_id, checked)
         if checked and not removed:
             raise TemplateNotFound(f"the template `{template.name}` has none of these tags")
+
+    async def push(
+        self, caller: Caller, name: str, reference: str, *, auth: RegistryAuth | None
+    ) -> str:
+        """Send the image of the build that ``name`` or ``name:tag`` means to a registry; the
+        digest of its manifest there.
+
+        Raises:
+            TemplateNotFound, Forbidden: the template is not the caller's.
+            As ``NodeImages.push``.
+        """
+        template = await self._templates.own(caller, name)
+        build = await self._templates.build_of(template, parse_reference(name).tag)
+        assert build.image is not None, "only ready builds have tags"
+        return await self._node.images.push(build.image, reference, auth=auth)
 
     # --- tidying ------------------------------------------------------------
 
