@@ -46,7 +46,12 @@ def test_disk_is_limited_and_can_be_freed_again(make: Maker) -> None:
 
 def test_many_processes_run_but_not_any_number(make: Maker, bench: Bench) -> None:
     one = make()
-    running = one.exec("for i in $(seq 100); do sleep 60 & done; pgrep -c sleep; pkill sleep")
+    # What was forked is called `bash` until it has become `sleep`: the count is awaited.
+    running = one.exec(
+        "for i in $(seq 100); do sleep 60 & done; "
+        "for i in $(seq 100); do n=$(pgrep -xc sleep); [ $n = 100 ] && break; command sleep 0.1; done; "
+        "echo $n; pkill -x sleep"
+    )
     assert running.stdout == "100\n", running
     if bench.can.own_kernel:
         return  # its memory is the end; the host has no more than one VMM to run

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Batches of creates."""
+
+from __future__ import annotations
+
+revision = "0005"
+down_revision = "0004"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    pass

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Pools of function workers."""
+
+from __future__ import annotations
+
+revision = "0008"
+down_revision = "0007"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    pass

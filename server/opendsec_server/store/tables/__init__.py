@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Tables of the control plane, a module for each concern.
+
+Times are Unix seconds. Maps and lists are JSON text: the store never looks inside them,
+except for metadata and labels (see ``packing``).
+"""
+
+from .accounts import API_KEYS, PROJECTS
+from .metadata import METADATA
+from .sandboxes import IDEMPOTENCY, SANDBOX_TRANSITIONS, SANDBOXES
+from .snapshots import SNAPSHOTS
+from .templates import BUILD_STEPS, TEMPLATE_BUILDS, TEMPLATE_TAGS, TEMPLATES
+
+__all__ = [
+    "API_KEYS",
+    "BUILD_STEPS",
+    "IDEMPOTENCY",
+    "METADATA",
+    "PROJECTS",
+    "SANDBOXES",
+    "SANDBOX_TRANSITIONS",
+    "SNAPSHOTS",
+    "TEMPLATES",
+    "TEMPLATE_BUILDS",
+    "TEMPLATE_TAGS",
+]
