@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from opendsec_server.config import Config
@@ -52,6 +53,8 @@ class Services:
         self.mint = mint
         self.metrics = ControlMetrics()
         self.invalidations = Invalidations()
+        self.closing = asyncio.Event()
+        """Set when the server begins to stop: answers that would go on for long end."""
         self.iam = Iam(store)
         self.templates = Templates(store)
         self.snapshots = Snapshots(store, node, self.templates)
@@ -150,6 +153,7 @@ class Services:
 
     async def stop(self) -> None:
         """Finish what is under way and close the store. Sandboxes go on running."""
+        self.closing.set()
         self.invalidations.close()
         await self.builds.stop()
         await self.saving.stop()

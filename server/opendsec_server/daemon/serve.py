@@ -87,6 +87,8 @@ async def _serve(config: Config) -> None:
         # Else the edge's endless stream would hold the control socket for the whole grace period.
         stack.callback(services.invalidations.close)
         await stack.enter_async_context(_listening(build_api_app(services), config.api_socket))
+        # Nor may answers of many lines.
+        stack.callback(services.closing.set)
         edge = EdgeSupervisor(config)
         await edge.start()
         stack.push_async_callback(edge.stop)
