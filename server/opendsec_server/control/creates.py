@@ -326,6 +326,7 @@ class Creates:
             image=origin.image,
             default_user=origin.default_user,
             default_workdir=origin.default_workdir,
+            gpu=0 if params.extra.vm is None else len(params.extra.vm.devices),
         )
 
     async def _spec(self, record: SandboxRecord) -> SandboxSpec:

@@ -32,7 +32,7 @@ from opendsec_server.contract.node import (
 )
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.store import sandboxes
-from opendsec_server.store.creates import check_place
+from opendsec_server.store.quotas import check_place
 from opendsec_server.store.records import SandboxExtra, SandboxRecord, StateChange, Transition
 from opendsec_server.store.sandboxes import SandboxFilter
 from opendsec_server.store.store import Store
@@ -96,8 +96,8 @@ class Lifecycle:
         self._pauses: Attempts[Paused] = Attempts("pause")
         self._resumes: Attempts[Connected] = Attempts("resume")
         self._resuming: dict[str, asyncio.Task[Connected]] = {}
-        self._places: dict[str, set[str]] = {}
-        """Sandboxes that take a place again, by project."""
+        self._places: set[str] = set()
+        """Sandboxes that take a place again."""
         self._look_for_place = asyncio.Lock()
 
     async def stop(self) -> None:
@@ -290,14 +290,13 @@ class Lifecycle:
         Raises:
             QuotaExceeded: there is none.
         """
-        places = self._places.setdefault(record.project_id, set())
         async with self._look_for_place:
-            await check_place(self._store, record.project_id, record.sandbox_id, places)
-            places.add(record.sandbox_id)
+            await check_place(self._store, record.sandbox_id, self._places)
+            self._places.add(record.sandbox_id)
         try:
             yield
         finally:
-            places.discard(record.sandbox_id)
+            self._places.discard(record.sandbox_id)
 
     async def pause(self, caller: Caller, sandbox_id: str, mode: StateMode) -> Paused:
         """Free a sandbox's memory and keep the rest. A call during a pause shares it.

@@ -25,12 +25,24 @@ BuildState = Literal["waiting", "building", "ready", "error"]
 
 
 class Project(msgspec.Struct, kw_only=True, frozen=True):
-    """Scope of access and quota."""
+    """Scope of access and quota. A limit of None: none of its own; what is above it decides."""
 
     project_id: str
     name: str
     sandboxes_max: int
+    """``quotas.NO_LIMIT``: none of its own."""
     created_at: float
+    parent_id: str | None = None
+    """None: at the top."""
+    depth: int = 0
+    cpu_max: float | None = None
+    memory_mb_max: int | None = None
+    disk_mb_max: int | None = None
+    gpu_max: int | None = None
+    egress_mb_max: int | None = None
+    """MiB sent in a day (UTC)."""
+    creates_per_s_max: float | None = None
+    closed_at: float | None = None
 
 
 class ApiKey(msgspec.Struct, kw_only=True, frozen=True):
@@ -43,6 +55,10 @@ class ApiKey(msgspec.Struct, kw_only=True, frozen=True):
     hint: str
     """First and last characters, for people to tell keys apart."""
     created_at: float
+    principal_id: str | None = None
+    """Whose it is. None: the project's own."""
+    rights: str | None = None
+    """Packed list. None: all in the project, or what the principal may."""
 
 
 class Template(msgspec.Struct, kw_only=True, frozen=True):
@@ -174,6 +190,8 @@ class SandboxRecord(msgspec.Struct, kw_only=True, frozen=True):
     """As the template or snapshot said at the create. None: made by an older release."""
     default_user: str | None = None
     default_workdir: str | None = None
+    gpu: int = 0
+    """Devices of the host that it has."""
 
     @property
     def terminal(self) -> bool:

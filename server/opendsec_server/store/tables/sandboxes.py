@@ -52,6 +52,8 @@ SANDBOXES = sa.Table(
     sa.Column("image", sa.Text, nullable=True),
     sa.Column("default_user", sa.Text, nullable=True),
     sa.Column("default_workdir", sa.Text, nullable=True),
+    # Devices of the host that it has.
+    sa.Column("gpu", sa.Integer, nullable=False, server_default="0"),
     sa.Index("ix_sandboxes_project_created", "project_id", "created_at", "sandbox_id"),
     sa.Index("ix_sandboxes_project_task", "project_id", "task_id"),
     sa.Index("ix_sandboxes_template", "template_id", "created_at"),

@@ -26,7 +26,8 @@ from opendsec_server.contract.states import (
 )
 from opendsec_server.store import accounts, packing, sandboxes, snapshots
 from opendsec_server.store.changes import apply_changes, steps
-from opendsec_server.store.creates import begin_create, check_place
+from opendsec_server.store.creates import begin_create
+from opendsec_server.store.quotas import check_place
 from opendsec_server.store.records import (
     ApiKey,
     IdempotencyClaim,
@@ -241,14 +242,15 @@ async def test_paused_ones_leave_their_place(store: Store) -> None:
         lambda c: c.exec_driver_sql("UPDATE projects SET sandboxes_max = 1 WHERE project_id = 'p'")
     )
     await begin_create(store, record_of(1, state=State.PAUSED, auto_resume=True), None)
-    await check_place(store, "p", record_of(1).sandbox_id, set())
+    await begin_create(store, record_of(3, state=State.PAUSED), None)
+    await check_place(store, record_of(1).sandbox_id, set())
     with pytest.raises(QuotaExceeded):
-        await check_place(store, "p", record_of(1).sandbox_id, {"another"})
+        await check_place(store, record_of(1).sandbox_id, {record_of(3).sandbox_id})
     assert await sandboxes.ids_to_wake(store) == [record_of(1).sandbox_id]
     await begin_create(store, record_of(2), None)
     with pytest.raises(QuotaExceeded):
-        await check_place(store, "p", record_of(1).sandbox_id, set())
-    await check_place(store, "p", record_of(2).sandbox_id, set())
+        await check_place(store, record_of(1).sandbox_id, set())
+    await check_place(store, record_of(2).sandbox_id, set())
 
 
 def snapshot_of(number: int, **fields: object) -> Snapshot:
