@@ -6,7 +6,7 @@ All times are Unix seconds (float, UTC). All sizes name their unit.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -145,6 +145,26 @@ class SandboxSpec(msgspec.Struct, kw_only=True, frozen=True):
     """Only node and edge hold it: opens the guest agent's internal routes."""
 
 
+class SandboxUsage(msgspec.Struct, kw_only=True, frozen=True):
+    """What one sandbox has used since it was created, counted on its node from outside.
+
+    Kept over pauses, resumes, and restarts of the node's agent.
+    """
+
+    cpu_seconds: float = 0.0
+    """Processor time of everything that ran for it, the VMM of a virtual machine included."""
+    memory_mb_seconds: float = 0.0
+    """MiB held, without file cache, times seconds: the integral over its life."""
+    disk_bytes: int = 0
+    """What its own disk held at the last reading."""
+    egress_bytes: int = 0
+    """Bytes that left it on its network link, answers to the API among them."""
+    ingress_bytes: int = 0
+    """Bytes that came to it on its network link."""
+    at: float = 0.0
+    """When it was read. 0: never yet."""
+
+
 class SandboxStatus(msgspec.Struct, kw_only=True, frozen=True):
     """What the node says of one of its sandboxes."""
 
@@ -167,6 +187,8 @@ class SandboxStatus(msgspec.Struct, kw_only=True, frozen=True):
     seq: int = 0
     """How many changes of state it has made, counted on the node and kept with its record. Orders
     reports that come by different ways, since states recur. 0: not told."""
+    usage: SandboxUsage | None = None
+    """Of an ended one: all that it used. None: it has not ended, or was never counted."""
 
 
 class Snapshot(msgspec.Struct, kw_only=True, frozen=True):
@@ -238,6 +260,15 @@ class MetricSample(msgspec.Struct, kw_only=True, frozen=True):
 MetricSamples = list[MetricSample]
 
 
+class NodeLoad(msgspec.Struct, kw_only=True, frozen=True):
+    """How busy the machine is."""
+
+    cpu_used: float = 0.0
+    """Share of its processors that was busy lately, 0 to 1."""
+    memory_available_bytes: int | None = None
+    """What can be had without swapping. None: not told."""
+
+
 class NodeInfo(msgspec.Struct, kw_only=True, frozen=True):
     """The node's identity, abilities and load."""
 
@@ -253,6 +284,11 @@ class NodeInfo(msgspec.Struct, kw_only=True, frozen=True):
     sandboxes_max: int
     features: dict[str, Any] = {}
     """For people and doctor: cgroup version, oci runtime, user namespaces, quota kind."""
+    load: NodeLoad = NodeLoad()
+    labels: dict[str, str] = {}
+    """What operators say of it. Kept by the node."""
+    draining: bool = False
+    """It takes no new sandboxes; those that it has go on. Kept by the node."""
 
 
 class NodeEvent(msgspec.Struct, kw_only=True, frozen=True):
@@ -265,6 +301,8 @@ class NodeEvent(msgspec.Struct, kw_only=True, frozen=True):
     message: str | None = None
     seq: int = 0
     """``SandboxStatus.seq`` after this change."""
+    usage: SandboxUsage | None = None
+    """With the end: all that it used."""
 
 
 class NodeClient(Protocol):
@@ -276,6 +314,16 @@ class NodeClient(Protocol):
 
     async def info(self) -> NodeInfo:
         """Identity, abilities, load."""
+
+    async def set_marks(
+        self, *, labels: dict[str, str] | None = None, draining: bool | None = None
+    ) -> NodeInfo:
+        """Replace what operators say of the node. It is kept over restarts.
+
+        Args:
+            labels: All its labels. None: as they are.
+            draining: Whether it refuses new sandboxes. None: as it is.
+        """
 
     async def create(self, spec: SandboxSpec) -> SandboxStatus:
         """Make and start a sandbox; return when its guest agent answers.
@@ -494,6 +542,12 @@ class NodeClient(Protocol):
 
         Raises:
             SandboxNotFound: unknown.
+        """
+
+    async def usage(self, sandbox_ids: Sequence[str]) -> dict[str, SandboxUsage]:
+        """What each of these has used, a few seconds old at most; ended ones as at their end.
+
+        Those that the journal does not know are left out.
         """
 
     def events(self) -> AsyncIterator[NodeEvent]:

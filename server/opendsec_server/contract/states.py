@@ -35,6 +35,8 @@ class EndReason(StrEnum):
     KERNEL_PANIC = "kernel_panic"  # the guest's own kernel gave up
     VMM_FAILED = "vmm_failed"  # the program behind the virtual machine ended or was killed
     START_FAILED = "start_failed"
+    TASK_DEADLINE = "task_deadline"  # the deadline of its task was reached
+    TASK_BUDGET = "task_budget"  # the budget of its task was used up
     LOST = "lost"  # found gone at reconcile (host reboot, kernel kill)
 
 

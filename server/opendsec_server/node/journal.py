@@ -15,7 +15,7 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +31,7 @@ from . import limits
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _BUSY_TIMEOUT_S = 5.0
 _BATCH_MAX = 256
 
@@ -55,7 +55,8 @@ CREATE TABLE sandbox (
   vmm        TEXT,
   disk_base_bytes INTEGER NOT NULL DEFAULT 0,
   seq        INTEGER NOT NULL DEFAULT 0,
-  ram_base   TEXT
+  ram_base   TEXT,
+  meter      BLOB
 ) STRICT;
 CREATE INDEX sandbox_ended ON sandbox (ended_at) WHERE ended_at IS NOT NULL;
 CREATE TABLE transition (
@@ -92,10 +93,12 @@ ALTER TABLE sandbox ADD COLUMN ram_base TEXT;
     + _SNAPSHOT_SCHEMA
 )
 
+_TO_3 = "ALTER TABLE sandbox ADD COLUMN meter BLOB;"
+
 _COLUMNS = (
     "sandbox_id", "spec", "state", "slot", "pid", "pid_ticks", "boot_id", "started_at", "end_at",
     "ended_at", "reason", "message", "pause_mode", "accelerator", "vmm", "disk_base_bytes", "seq",
-    "ram_base",
+    "ram_base", "meter",
 )  # fmt: skip
 
 _UPSERT = (
@@ -103,6 +106,23 @@ _UPSERT = (
     "ON CONFLICT (sandbox_id) DO UPDATE SET "
     + ", ".join(f"{column} = excluded.{column}" for column in _COLUMNS[1:])
 )
+
+
+class Meter(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What a sandbox has used, and where the kernel's counters stood when that was read."""
+
+    cpu_us: int = 0
+    memory_mb_seconds: float = 0.0
+    disk_bytes: int = 0
+    egress_bytes: int = 0
+    ingress_bytes: int = 0
+    at: float = 0.0
+    run: str = ""
+    """Which run of it the rest belongs to: the counters begin at zero with each."""
+    run_cpu_us: int = 0
+    run_egress: int = 0
+    run_ingress: int = 0
+    memory_bytes: int | None = None
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -129,6 +149,8 @@ class Record(msgspec.Struct, kw_only=True):
     """How many changes of state it has made."""
     ram_base: str | None = None
     """Directory of saved memory that a virtual machine was started from and still maps."""
+    meter: Meter | None = None
+    """None: nothing of it has run yet."""
 
 
 class SnapshotRow(msgspec.Struct, kw_only=True, frozen=True):
@@ -281,7 +303,7 @@ class Journal:
             spec.sandbox_id, msgspec.json.encode(spec), record.state, record.slot, record.pid,
             record.pid_ticks, record.boot_id, record.started_at, record.end_at, record.ended_at,
             record.reason, record.message, record.pause_mode, record.accelerator, record.vmm,
-            record.disk_base_bytes, record.seq, record.ram_base,
+            record.disk_base_bytes, record.seq, record.ram_base, _packed(record.meter),
         )  # fmt: skip
 
         def work() -> None:
@@ -301,6 +323,33 @@ class Journal:
             "transition WHERE sandbox_id = ?1 ORDER BY rowid DESC LIMIT ?2)",
             (sandbox_id, TRANSITIONS_KEPT_MAX),
         )
+
+    def save_meters(self, meters: Mapping[str, Meter]) -> asyncio.Future[None]:
+        """Write the meters of sandboxes that have not ended, together."""
+        rows = [(_packed(meter), sandbox_id) for sandbox_id, meter in meters.items()]
+
+        def work() -> None:
+            self._db.executemany(
+                "UPDATE sandbox SET meter = ? WHERE sandbox_id = ? AND ended_at IS NULL", rows
+            )
+
+        return self._do(work)
+
+    def ended_meters(self, sandbox_ids: Sequence[str]) -> asyncio.Future[dict[str, Meter]]:
+        """The meters of ended sandboxes, of those that have one."""
+
+        def work() -> dict[str, Meter]:
+            found: dict[str, Meter] = {}
+            for sandbox_id in sandbox_ids:
+                row = self._db.execute(
+                    "SELECT meter FROM sandbox WHERE sandbox_id = ? AND ended_at IS NOT NULL",
+                    (sandbox_id,),
+                ).fetchone()
+                if row is not None and row[0] is not None:
+                    found[sandbox_id] = _meter(row[0])
+            return found
+
+        return self._do(work)
 
     def transitions(self, sandbox_id: str) -> asyncio.Future[list[Transition]]:
         """Kept transitions of a sandbox, oldest first."""
@@ -421,7 +470,16 @@ def _record(row: tuple[Any, ...]) -> Record:
     values = dict(zip(_COLUMNS, row, strict=True))
     del values["sandbox_id"]
     values["spec"] = msgspec.json.decode(values["spec"])
+    if values["meter"] is not None:
+        values["meter"] = msgspec.json.decode(values["meter"])
     return msgspec.convert(values, Record)
+
+
+def _packed(meter: Meter | None) -> bytes | None:
+    return None if meter is None else msgspec.json.encode(meter)
+
+
+_meter = msgspec.json.Decoder(Meter).decode
 
 
 def _lock(path: Path) -> int:
@@ -475,7 +533,9 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA synchronous = NORMAL")
     db.execute("PRAGMA foreign_keys = ON")
     if version < SCHEMA_VERSION:
-        script = _SCHEMA + _SNAPSHOT_SCHEMA if version == 0 else _TO_2
+        script = _SCHEMA + _SNAPSHOT_SCHEMA
+        if version > 0:
+            script = (_TO_2 if version < 2 else "") + _TO_3
         db.executescript(f"BEGIN; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
     db.execute("BEGIN IMMEDIATE")
     db.execute("INSERT OR REPLACE INTO meta VALUES ('opened', datetime('now'))")

@@ -34,7 +34,7 @@ from .events import Events
 from .hooks import Hook, set_up, tear_down
 from .hooks.admit import Admit
 from .journal import Journal, Record, Transition
-from .sandbox import Sandbox
+from .sandbox import Sandbox, usage_of
 from .snapshots import Snapshots
 from .start import StartPrograms, start_budget_s
 
@@ -162,6 +162,7 @@ class Lifecycle:
                 reason=reason,
                 message=message,
                 seq=record.seq,
+                usage=usage_of(record.meter) if target in TERMINAL else None,
             )
         )
         log.info("sandbox", sandbox_id=box.sandbox_id, state=str(target), cause=cause,

@@ -83,6 +83,12 @@ SLOTS_RESTING = 64
 
 HOUSEKEEPING_INTERVAL_S = 60.0
 
+USAGE_FRESH_S = 1.0
+"""A meter read less than this ago is not read again for a question."""
+
+USAGE_KEPT_EVERY_S = 15.0
+"""How often meters of running sandboxes are written down."""
+
 JOURNAL_RETRY_S = 1.0
 """Pause between attempts to record an end while the journal cannot be written."""
 

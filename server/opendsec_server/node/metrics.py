@@ -11,12 +11,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
+
+from opendsec_server.contract.errors import NodeUnavailable
 from opendsec_server.contract.limits import METRICS_INTERVAL_S, METRICS_KEPT_S
 from opendsec_server.contract.node import MetricSample
 
+from . import limits
 from .cgroups import CgroupSet
 from .sandbox import Sandbox
 from .storage.pool import DiskPool
+from .usage import Links, Meters
+
+log = structlog.get_logger("opendsec.node")
 
 _SAMPLE = struct.Struct("=dfIII")
 """Time (s), CPU (cores), memory, cache and disk (KiB): 24 bytes a sample."""
@@ -58,13 +65,19 @@ class Metrics:
     Args:
         cgroups: Where processor and memory are read.
         pool: Where disk use is read.
+        meters: Brought up to date with each reading.
         boxes: The running sandboxes.
     """
 
     def __init__(
-        self, cgroups: CgroupSet, pool: DiskPool, boxes: Callable[[], Iterable[Sandbox]]
+        self,
+        cgroups: CgroupSet,
+        pool: DiskPool,
+        meters: Meters,
+        boxes: Callable[[], Iterable[Sandbox]],
     ) -> None:
         self._cgroups = cgroups
+        self._meters = meters
         self._pool = pool
         self._boxes = boxes
         self._rings: dict[str, _Ring] = {}
@@ -82,18 +95,27 @@ class Metrics:
                 await self._task
 
     async def _run(self) -> None:
+        kept_at = time.monotonic()
         while True:
             await asyncio.sleep(METRICS_INTERVAL_S)
-            ids = [box.sandbox_id for box in self._boxes()]
-            await asyncio.to_thread(self._sample_all, ids)
+            boxes = list(self._boxes())
+            await asyncio.to_thread(self._sample_all, boxes)
+            if time.monotonic() - kept_at >= limits.USAGE_KEPT_EVERY_S:
+                kept_at = time.monotonic()
+                try:
+                    await self._meters.keep(boxes)
+                except NodeUnavailable as exc:
+                    log.warning("meters not written down now", why=exc.message)
 
-    def _sample_all(self, ids: list[str]) -> None:
-        for gone in self._rings.keys() - set(ids):
+    def _sample_all(self, boxes: list[Sandbox]) -> None:
+        for gone in self._rings.keys() - {box.sandbox_id for box in boxes}:
             del self._rings[gone]
-        for sandbox_id in ids:
-            self._sample(sandbox_id)
+        links = self._meters.links()
+        for box in boxes:
+            self._sample(box, links)
 
-    def _sample(self, sandbox_id: str) -> None:
+    def _sample(self, box: Sandbox, links: Links | None = None) -> None:
+        sandbox_id = box.sandbox_id
         ring = self._rings.setdefault(sandbox_id, _Ring())
         usage = self._cgroups.usage(sandbox_id)
         if usage is None:
@@ -102,13 +124,15 @@ class Metrics:
         passed_us = (now - ring.at) * 1e6
         cores = (usage.cpu_us - ring.cpu_us) / passed_us if ring.at and passed_us > 0 else 0.0
         ring.cpu_us, ring.at = usage.cpu_us, now
+        disk_bytes = self._disk_bytes(ring, sandbox_id)
+        self._meters.read(box, usage=usage, disk_bytes=disk_bytes or None, links=links)
         ring.add(
             _SAMPLE.pack(
                 now,
                 max(0.0, cores),
                 min(usage.memory_bytes >> 10, 0xFFFFFFFF),
                 min(usage.cache_bytes >> 10, 0xFFFFFFFF),
-                min(self._disk_bytes(ring, sandbox_id) >> 10, 0xFFFFFFFF),
+                min(disk_bytes >> 10, 0xFFFFFFFF),
             )
         )
 
@@ -123,7 +147,7 @@ class Metrics:
     async def of(self, box: Sandbox, start: float, end: float) -> list[MetricSample]:
         """Kept samples of a running sandbox in a span of time; one is taken if there is none."""
         if box.sandbox_id not in self._rings:
-            await asyncio.to_thread(self._sample, box.sandbox_id)
+            await asyncio.to_thread(self._sample, box)
         ring = self._rings.get(box.sandbox_id)
         spec = box.spec
         return [

@@ -12,7 +12,7 @@ import resource
 import shutil
 import stat
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from opendsec_server.binaries import find_agent
 from opendsec_server.config import Config, ConfigError
 from opendsec_server.contract.errors import (
     ImageNotFound,
+    NodeFull,
     NotSupported,
     SandboxNotFound,
     SandboxStartFailed,
@@ -41,6 +42,7 @@ from opendsec_server.contract.node import (
     Route,
     SandboxSpec,
     SandboxStatus,
+    SandboxUsage,
     Snapshot,
     StateMode,
 )
@@ -61,6 +63,8 @@ from .hooks.admit import Admit
 from .images import Images
 from .journal import Journal, Record, Transition
 from .lifecycle import Lifecycle
+from .load import MachineLoad
+from .marks import KeptMarks
 from .memory.swap import PauseSwap
 from .metrics import Metrics
 from .network import policy as network_policy
@@ -69,7 +73,7 @@ from .network.slots import SlotMakerError, SlotPool
 from .packing import Packing
 from .paths import NodePaths
 from .reconcile import adopt_living, remove_dead
-from .sandbox import Sandbox, status_of
+from .sandbox import Sandbox, status_of, usage_of
 from .services import Services
 from .snapshots import Snapshots
 from .start import StartPrograms, check_ready
@@ -77,6 +81,7 @@ from .storage.idmap import user_namespaces_usable
 from .storage.layers import LayerMounts
 from .storage.pool import DiskPool
 from .suspend import Suspend
+from .usage import Meters
 
 log = structlog.get_logger("opendsec.node")
 
@@ -113,7 +118,9 @@ class Node:
             services.layers.resolve_remote,
         )
         self._packing = Packing(services, lifecycle, suspend, self._images)
-        self._metrics = Metrics(services.cgroups, services.pool, self._running)
+        self._load = MachineLoad()
+        self._marks = KeptMarks(services.paths.marks)
+        self._metrics = Metrics(services.cgroups, services.pool, services.meters, self._running)
         self._housekeeper: asyncio.Task[None] | None = None
 
     # --- start and stop -----------------------------------------------------
@@ -279,7 +286,17 @@ class Node:
             sandboxes=len(self._lifecycle.boxes),
             sandboxes_max=min(self._services.config.sandboxes_max, self._services.slots.capacity),
             features=self._features(),
+            load=self._load.now(),
+            labels=self._marks.now.labels,
+            draining=self._marks.now.draining,
         )
+
+    async def set_marks(
+        self, *, labels: dict[str, str] | None = None, draining: bool | None = None
+    ) -> NodeInfo:
+        """See ``NodeClient.set_marks``."""
+        await asyncio.to_thread(self._marks.set, labels=labels, draining=draining)
+        return await self.info()
 
     def _features(self) -> dict[str, Any]:
         services = self._services
@@ -306,6 +323,11 @@ class Node:
             raise NotSupported(
                 f"this node does not offer the backend {spec.backend!r}",
                 details={"available": list(self._backends)},
+            )
+        if self._marks.now.draining and spec.sandbox_id not in self._lifecycle.boxes:
+            raise NodeFull(
+                "the node is draining: it takes no new sandboxes",
+                remediation="Use another node, or end the drain (`opendsec node undrain`).",
             )
         if spec.snapshot_id is not None and spec.sandbox_id not in self._lifecycle.boxes:
             spec = self._of_snapshot(spec)
@@ -522,6 +544,18 @@ class Node:
             return []
         return await self._metrics.of(box, start, end)
 
+    async def usage(self, sandbox_ids: Sequence[str]) -> dict[str, SandboxUsage]:
+        """See ``NodeClient.usage``."""
+        boxes = self._lifecycle.boxes
+        live = [boxes[name] for name in sandbox_ids if name in boxes]
+        found = await self._services.meters.of(live)
+        ended = [name for name in sandbox_ids if name not in boxes]
+        if ended:
+            meters = await self._services.journal.ended_meters(ended)
+            shown = ((name, usage_of(meter)) for name, meter in meters.items())
+            found.update({name: usage for name, usage in shown if usage is not None})
+        return found
+
     async def transitions(self, sandbox_id: str) -> list[Transition]:  # type: ignore[valid-type]
         """Kept changes of state, oldest first.
 
@@ -588,6 +622,7 @@ async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Servic
             seccomp_bpf=_compiled_filter(runtime),
         ),
         boot_id=process.boot_id(),
+        meters=Meters(groups, pool, slots, journal),
     )
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from opendsec_server.contract.errors import OpendsecError
-from opendsec_server.contract.node import SandboxSpec, SandboxStatus
-from opendsec_server.contract.states import EndReason, State
+from opendsec_server.contract.node import SandboxSpec, SandboxStatus, SandboxUsage
+from opendsec_server.contract.states import TERMINAL, EndReason, State
 
-from .journal import Record
+from .journal import Meter, Record
 from .network.slots import Slot
 from .process import ProcessIdentity
 
@@ -110,6 +110,21 @@ def status_of(record: Record) -> SandboxStatus:
         accelerator=record.accelerator,
         vmm=record.vmm,
         seq=record.seq,
+        usage=usage_of(record.meter) if record.state in TERMINAL else None,
+    )
+
+
+def usage_of(meter: Meter | None) -> SandboxUsage | None:
+    """A meter as the contract shows it."""
+    if meter is None:
+        return None
+    return SandboxUsage(
+        cpu_seconds=round(meter.cpu_us / 1e6, 6),
+        memory_mb_seconds=round(meter.memory_mb_seconds, 3),
+        disk_bytes=meter.disk_bytes,
+        egress_bytes=meter.egress_bytes,
+        ingress_bytes=meter.ingress_bytes,
+        at=meter.at,
     )
 
 

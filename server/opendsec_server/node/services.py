@@ -17,6 +17,7 @@ from .paths import NodePaths
 from .snapshots import Snapshots
 from .storage.layers import LayerMounts
 from .storage.pool import DiskPool
+from .usage import Meters
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +36,4 @@ class Services:
     cgroups: CgroupSet
     traits: HostTraits
     boot_id: str
+    meters: Meters

@@ -59,6 +59,7 @@ class Suspend:
 
     def __init__(self, services: Services, lifecycle: Lifecycle) -> None:
         self._pool = services.pool
+        self._meters = services.meters
         self._paths = services.paths
         self._snapshots = services.snapshots
         self._lifecycle = lifecycle
@@ -130,8 +131,11 @@ class Suspend:
         try:
             crash.point("pause:begun")
             if in_place:
+                # Before and after: the memory that it gives back counts until now.
+                self._meters.read(box)
                 await backend.freeze(box)
                 await backend.put_away(box)
+                self._meters.read(box)
                 crash.point("pause:frozen")
             else:
                 await backend.disconnect(box)
@@ -235,6 +239,7 @@ class Suspend:
             await self._lifecycle.move(box, State.RESUMING, cause="resume")
             crash.point("resume:begun")
             if frozen and not reboot:
+                self._meters.read(box)
                 await backend.take_up(box)
                 await backend.thaw(box)
             else:

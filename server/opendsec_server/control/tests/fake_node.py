@@ -8,7 +8,7 @@ import copy
 import posixpath
 import tarfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +35,7 @@ from opendsec_server.contract.node import (
     Route,
     SandboxSpec,
     SandboxStatus,
+    SandboxUsage,
     Snapshot,
     StateMode,
 )
@@ -78,7 +79,11 @@ class Content(msgspec.Struct):
 class FakeNode:
     """Keeps sandboxes in memory. Survives a restart of the control plane, like a real node."""
 
-    def __init__(self, *, microvm: Accelerator | None = None) -> None:
+    def __init__(self, *, microvm: Accelerator | None = None, node_id: str = NODE_ID) -> None:
+        self.node_id = node_id
+        self.sandboxes_max = 4096
+        self.labels: dict[str, str] = {}
+        self.draining = False
         self.backends = {CONTAINER.name: CONTAINER}
         if microvm is not None:
             self.backends["microvm"] = BackendInfo(
@@ -89,6 +94,7 @@ class FakeNode:
         self.networks: dict[str, NetworkPolicy] = {}
         self.contents: dict[str, Content] = {}
         self.samples: dict[str, list[MetricSample]] = {}
+        self.used: dict[str, SandboxUsage] = {}
         self.saved: dict[str, Snapshot] = {}
         """Complete snapshots, ephemeral ones too."""
         self.ephemeral: set[str] = set()
@@ -132,7 +138,7 @@ class FakeNode:
     async def info(self) -> NodeInfo:
         self._reach()
         return NodeInfo(
-            node_id=NODE_ID,
+            node_id=self.node_id,
             hostname="test",
             version="0",
             backends=tuple(self.backends.values()),
@@ -141,8 +147,18 @@ class FakeNode:
             disk_total_bytes=1 << 36,
             disk_free_bytes=1 << 35,
             sandboxes=len(self.statuses),
-            sandboxes_max=4096,
+            sandboxes_max=self.sandboxes_max,
+            labels=self.labels,
+            draining=self.draining,
         )
+
+    async def set_marks(
+        self, *, labels: dict[str, str] | None = None, draining: bool | None = None
+    ) -> NodeInfo:
+        self._reach()
+        self.labels = self.labels if labels is None else dict(labels)
+        self.draining = self.draining if draining is None else draining
+        return await self.info()
 
     async def create(self, spec: SandboxSpec) -> SandboxStatus:
         self._reach()
@@ -496,6 +512,10 @@ class FakeNode:
         self._known(sandbox_id)
         return [s for s in self.samples.get(sandbox_id, []) if start <= s.at <= end]
 
+    async def usage(self, sandbox_ids: Sequence[str]) -> dict[str, SandboxUsage]:
+        self._reach()
+        return {name: self.used[name] for name in sandbox_ids if name in self.used}
+
     async def events(self) -> AsyncIterator[NodeEvent]:
         queue: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self._listeners.add(queue)
@@ -513,7 +533,12 @@ class FakeNode:
         if sandbox_id in self.ended:
             self.ended[sandbox_id].set()
         ended = self._move(
-            sandbox_id, State.ENDED, ended_at=time.time(), reason=reason, message=message
+            sandbox_id,
+            State.ENDED,
+            ended_at=time.time(),
+            reason=reason,
+            message=message,
+            usage=self.used.get(sandbox_id),
         )
         if moving is not None:
             moving.cancel()
@@ -610,6 +635,7 @@ class FakeNode:
                     reason=status.reason,
                     message=status.message,
                     seq=status.seq,
+                    usage=status.usage,
                 )
             )
         return status

@@ -18,6 +18,7 @@ from opendsec_server.node.hooks.agent import Agent
 from opendsec_server.node.hooks.bundle import Bundle
 from opendsec_server.node.hooks.disk import Disk
 from opendsec_server.node.hooks.layers import Layers
+from opendsec_server.node.hooks.metering import Metering
 from opendsec_server.node.hooks.network import Network
 from opendsec_server.node.hooks.rootfs import Rootfs
 from opendsec_server.node.hooks.runtime import Runtime
@@ -52,6 +53,7 @@ class ContainerBackend:
             Rootfs(services),
             Runtime(services),
             Agent(services),
+            Metering(services),
         ]
 
     async def prepare(self, box: Sandbox) -> None:

@@ -18,6 +18,7 @@ from opendsec_server.node.hooks.machine import Machine
 from opendsec_server.node.hooks.machine_agent import MachineAgent
 from opendsec_server.node.hooks.machine_disk import MachineDisk
 from opendsec_server.node.hooks.machine_network import MachineNetwork
+from opendsec_server.node.hooks.metering import Metering
 from opendsec_server.node.journal import Record
 from opendsec_server.node.machines.guests import Guests
 from opendsec_server.node.machines.identity import fresh_identity
@@ -76,6 +77,7 @@ class MicrovmBackend:
             MachineNetwork(services),
             Machine(services, vmm, guests),
             MachineAgent(services, vmm, self.budget_s),
+            Metering(services),
         ]
 
     async def _make_template(self, spec: SandboxSpec, target: Path) -> None:

@@ -19,6 +19,7 @@ from opendsec_server.node.hooks import Hook
 from opendsec_server.node.hooks.admit import Admit
 from opendsec_server.node.hooks.machine_agent import MachineAgent
 from opendsec_server.node.hooks.machine_network import MachineNetwork
+from opendsec_server.node.hooks.metering import Metering
 from opendsec_server.node.hooks.vm_disks import VmDisks
 from opendsec_server.node.hooks.vm_machine import VmMachine
 from opendsec_server.node.machines.guests import Guests
@@ -77,6 +78,7 @@ class VmBackend(MicrovmBackend):
             MachineNetwork(services),
             self._machine,
             MachineAgent(services, vmm, self.budget_s - _SAY_WHY_S),
+            Metering(services),
         ]
 
     async def prepare(self, box: Sandbox) -> None:

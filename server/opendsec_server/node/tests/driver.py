@@ -47,6 +47,7 @@ class Driver:
             "route": node.route,
             "route_by_signature": node.route_by_signature,
             "metrics": node.metrics,
+            "usage": node.usage,
             "transitions": node.transitions,
             "info": node.info,
             "exec": self._exec,
