@@ -15,6 +15,7 @@ use crate::connect::{Code, RpcError};
 use crate::fs::watch::WatcherTable;
 use crate::limits::{BUFFERED_BODIES_BYTES_MAX, STREAMS_MAX};
 use crate::metrics::CpuClock;
+use crate::process::kept::KeptTable;
 use crate::process::table::ProcessTable;
 use crate::sys::pool;
 use crate::users::{User, UserDb, unknown};
@@ -91,6 +92,8 @@ pub struct Agent {
     pub ending: watch::Sender<Option<EndReason>>,
     /// Running and lately ended processes.
     pub processes: Arc<ProcessTable>,
+    /// Programs whose outcome is kept for the node.
+    pub kept: KeptTable,
     /// Directory watches.
     pub watchers: WatcherTable,
     /// User files.
@@ -125,6 +128,7 @@ impl Agent {
             connections: AtomicU64::new(1),
             ending: watch::Sender::new(None),
             processes,
+            kept: KeptTable::default(),
             watchers: WatcherTable::default(),
             users: UserDb::new(),
             body_budget: Semaphore::new(BUFFERED_BODIES_BYTES_MAX),

@@ -19,6 +19,7 @@ use crate::connect::call::{parse, read_whole};
 use crate::http::Via;
 use crate::http::body::{Reply, error, json, status_only};
 use crate::http::query::Query;
+use crate::process::kept;
 use crate::sys::pool;
 use crate::vm::clock::Timestamp;
 use crate::vm::{entropy, identity};
@@ -99,6 +100,7 @@ pub async fn serve(agent: Arc<Agent>, via: Via, request: Request<Incoming>) -> R
         (&Method::POST, "/init") => init(&agent, via, request).await,
         (&Method::GET, "/opendsec/status") => status(&agent),
         (&Method::POST, "/opendsec/terminate") => terminate(&agent, request).await,
+        (_, "/opendsec/kept") => kept::serve(&agent, request).await,
         (&Method::POST, "/opendsec/sync") => sync().await,
         (&Method::POST, "/opendsec/unpack") => unpack::serve(&agent, request).await,
         (&Method::GET, "/opendsec/tunnel") => {

@@ -50,6 +50,18 @@ pub const STREAM_STALL_MAX: Duration = Duration::from_secs(300);
 pub const OUTPUT_GRACE: Duration = Duration::from_millis(100);
 /// One of the two files with the latest output of a sandbox's start command.
 pub const START_LOG_BYTES_MAX: u64 = 256 * 1024;
+/// Programs whose outcome is kept for the node; it takes each soon after the end.
+pub const KEPT_MAX: usize = 256;
+/// What may be kept of one output of such a program.
+pub const KEPT_OUTPUT_BYTES_MAX: usize = 1024 * 1024;
+/// What the outputs of all of them may take.
+pub const KEPT_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// Longest tag of one.
+pub const KEPT_TAG_BYTES_MAX: usize = 512;
+/// Used tags that are remembered when nothing else of the program is.
+pub const KEPT_VOID_MAX: usize = 4096;
+/// Longest wait of one question for an end.
+pub const KEPT_WAIT_MAX: Duration = Duration::from_secs(60);
 /// How long a late `Connect` still gets the exit status.
 pub const EXIT_RETENTION: Duration = Duration::from_secs(30);
 /// Default time between keepalive events of an idle stream.

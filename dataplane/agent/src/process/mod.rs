@@ -3,6 +3,7 @@
 
 mod exit;
 mod keep;
+pub mod kept;
 mod live;
 mod messages;
 mod output;
