@@ -39,6 +39,14 @@ def new_snapshot_id() -> str:
     return f"s{random_chars(SNAPSHOT_ID_CHARS - 1)}"
 
 
+BATCH_ID_RE = re.compile(r"^b[a-z0-9]{19}$")
+
+
+def new_batch_id() -> str:
+    """A fresh id of a batch of creates."""
+    return f"b{random_chars(19)}"
+
+
 def is_snapshot_id(text: str) -> bool:
     """Whether ``text`` has the shape of a snapshot id."""
     return SNAPSHOT_ID_RE.fullmatch(text) is not None
@@ -47,3 +55,8 @@ def is_snapshot_id(text: str) -> bool:
 def is_sandbox_id(text: str) -> bool:
     """Whether ``text`` has the shape of a sandbox id."""
     return SANDBOX_ID_RE.fullmatch(text) is not None
+
+
+def node_id_of(sandbox_id: str) -> str:
+    """The short id of the node that a sandbox id names."""
+    return sandbox_id[1 : 1 + NODE_ID_CHARS]

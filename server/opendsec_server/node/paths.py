@@ -41,6 +41,11 @@ class NodePaths:
         return self.state / "node.lock"
 
     @property
+    def marks(self) -> Path:
+        """What operators say of the node."""
+        return self.state / "node-marks.json"
+
+    @property
     def images(self) -> Path:
         """Layers and their index."""
         return self.state / "images"
