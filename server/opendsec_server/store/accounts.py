@@ -14,22 +14,6 @@ from .store import Store
 from .tables import API_KEYS, PROJECTS, SANDBOXES, TEMPLATES
 
 
-async def key_with_project(store: Store, sha256: str) -> tuple[ApiKey, Project] | None:
-    """The key with this digest, and its project."""
-
-    def work(connection: sa.Connection) -> tuple[ApiKey, Project] | None:
-        query = sa.select(API_KEYS).where(API_KEYS.c.sha256 == sha256)
-        row = connection.execute(query).mappings().first()
-        if row is None:
-            return None
-        key = struct_of(row, ApiKey)
-        query = sa.select(PROJECTS).where(PROJECTS.c.project_id == key.project_id)
-        project = connection.execute(query).mappings().one()
-        return key, struct_of(project, Project)
-
-    return await store.read(work)
-
-
 async def any_key(store: Store) -> bool:
     """Whether there is at least one key."""
 

@@ -17,7 +17,8 @@ from opendsec_server.contract.errors import (
     Unauthenticated,
 )
 from opendsec_server.control import invalidations as invalidations_module
-from opendsec_server.control.iam import KEY_RE, Caller
+from opendsec_server.control.iam import Caller
+from opendsec_server.control.iam.service import KEY_RE
 from opendsec_server.control.invalidations import Invalidation, Invalidations
 from opendsec_server.control.services import Services
 from opendsec_server.control.templates import TemplateDefinition
@@ -86,7 +87,7 @@ async def test_bad_keys(services: Services, key: str | None) -> None:
 async def test_known_keys_are_believed_while_the_store_is_down(
     services: Services, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opendsec_server.control.iam.CACHE_TTL_S", 0.0)
+    monkeypatch.setattr("opendsec_server.control.iam.service.CACHE_TTL_S", 0.0)
     with broken_store(services):
         assert (await first_caller(services)).project_id == caller.project_id
 

@@ -28,6 +28,17 @@ WHERE project_id IN (
     SELECT ancestor_id FROM project_lines WHERE project_id = {row}.project_id
 );
 """
+_COUNT_ALL = """
+INSERT INTO project_use (project_id, sandboxes, cpu_milli, memory_mb, disk_mb)
+SELECT p.project_id,
+    COALESCE(SUM(CASE WHEN {runs} THEN 1 ELSE 0 END), 0),
+    COALESCE(SUM(CASE WHEN {runs} THEN {cpu_milli} ELSE 0 END), 0),
+    COALESCE(SUM(CASE WHEN {runs} THEN s.memory_mb ELSE 0 END), 0),
+    COALESCE(SUM(CASE WHEN s.sandbox_id IS NOT NULL THEN s.disk_mb ELSE 0 END), 0)
+FROM projects p
+LEFT JOIN sandboxes s ON s.project_id = p.project_id AND s.ended_at IS NULL
+GROUP BY p.project_id
+"""
 # The lines of a project are made before it has sandboxes, and never change.
 _NEW_PROJECT = """
 INSERT INTO project_use (project_id) VALUES (NEW.project_id);
@@ -47,19 +58,7 @@ def upgrade() -> None:
     sqlite = op.get_bind().dialect.name == "sqlite"
     runs = _RUNS.format(row="s")
     cpu_milli = _CPU_MILLI.format(row="s", bigint="INTEGER" if sqlite else "BIGINT")
-    op.execute(
-        f"""
-        INSERT INTO project_use (project_id, sandboxes, cpu_milli, memory_mb, disk_mb)
-        SELECT p.project_id,
-            COALESCE(SUM(CASE WHEN {runs} THEN 1 ELSE 0 END), 0),
-            COALESCE(SUM(CASE WHEN {runs} THEN {cpu_milli} ELSE 0 END), 0),
-            COALESCE(SUM(CASE WHEN {runs} THEN s.memory_mb ELSE 0 END), 0),
-            COALESCE(SUM(CASE WHEN s.sandbox_id IS NOT NULL THEN s.disk_mb ELSE 0 END), 0)
-        FROM projects p
-        LEFT JOIN sandboxes s ON s.project_id = p.project_id AND s.ended_at IS NULL
-        GROUP BY p.project_id
-        """
-    )
+    op.execute(_COUNT_ALL.format(runs=runs, cpu_milli=cpu_milli))
     if sqlite:
         _sqlite_triggers()
     else:
