@@ -70,6 +70,15 @@ class Created(msgspec.Struct, kw_only=True, frozen=True):
     """It was made by an earlier call with the same key."""
 
 
+class Started(msgspec.Struct, kw_only=True, frozen=True):
+    """A sandbox that its node has made, not recorded yet."""
+
+    record: SandboxRecord
+    """As it will be."""
+    changes: list[StateChange]
+    """What makes the record so."""
+
+
 class _InFlight:
     """A create of this process that is under way."""
 
@@ -177,7 +186,7 @@ class Creates:
             StoreUnavailable: nothing was made.
             NodeUnavailable: the outcome is not known; it is settled later.
         """
-        with self._flying(record.sandbox_id):
+        with self.flying(record.sandbox_id):
             await begin_create(self._store, record, None)
             return await self._make(record)
 
@@ -196,11 +205,11 @@ class Creates:
         except (NodeUnavailable, StoreUnavailable):
             raise
         except SandboxNotFound:
-            change = _failed(
+            change = failure(
                 record, Internal("the server stopped before this sandbox was made"), "reconcile"
             )
         except OpendsecError as exc:
-            change = _failed(record, exc, "reconcile")
+            change = failure(record, exc, "reconcile")
         await self._ledger.apply([change])
         self._unsettled.discard(record.sandbox_id)
         settled = await get_sandbox(self._store, record.sandbox_id)
@@ -215,7 +224,8 @@ class Creates:
     # --- one attempt --------------------------------------------------------
 
     @contextlib.contextmanager
-    def _flying(self, sandbox_id: str) -> Iterator[None]:
+    def flying(self, sandbox_id: str) -> Iterator[None]:
+        """While it is made by this process, which will record the outcome."""
         in_flight = self._in_flight[sandbox_id] = _InFlight()
         try:
             yield
@@ -237,6 +247,16 @@ class Creates:
             backend = self._backend_of(params, origin)
             _check_sizes(params, origin)
             return await self._create_from(caller, params, origin, backend, claim)
+
+    def record_for(self, caller: Caller, params: CreateParams, origin: Origin) -> SandboxRecord:
+        """The record of a sandbox that is about to be made, on the node that is to make it.
+
+        Raises:
+            InvalidRequest, NotSupported: it cannot be made so.
+        """
+        backend = self._backend_of(params, origin)
+        _check_sizes(params, origin)
+        return self._new_record(caller, params, origin, backend)
 
     def _backend_of(self, params: CreateParams, origin: Origin) -> Backend:
         if origin.backend is None:
@@ -266,7 +286,7 @@ class Creates:
     ) -> Created:
         while True:
             record = self._new_record(caller, params, origin, backend)
-            with self._flying(record.sandbox_id):
+            with self.flying(record.sandbox_id):
                 earlier = await begin_create(self._store, record, claim)
                 if earlier is None:
                     return Created(record=await self._make(record), replayed=False)
@@ -364,6 +384,35 @@ class Creates:
         )
 
     async def _make(self, record: SandboxRecord) -> SandboxRecord:
+        try:
+            started = await self.start(record)
+        except OpendsecError as exc:
+            if record.sandbox_id not in self._unsettled:
+                await self._note_failure(record, exc)
+            raise
+        made = started.record
+        try:
+            applied = await self._ledger.apply(started.changes)
+        except StoreUnavailable:
+            # It runs, and its id is recorded: the answer is true, and the record follows.
+            self._unsettled.add(record.sandbox_id)
+            log.warning("create not recorded yet", sandbox_id=record.sandbox_id)
+            return made
+        self.recorded(record)
+        if len(applied) == len(started.changes):
+            return made
+        # It moved on before we came to note that it ran.
+        return await get_sandbox(self._store, record.sandbox_id) or made
+
+    async def start(self, record: SandboxRecord) -> Started:
+        """Have the node make a sandbox whose record is in the store. Idempotent by its id.
+
+        Call it within ``flying``; then apply the changes and say ``recorded``.
+
+        Raises:
+            NodeFull, SandboxStartFailed, StartTimeout, StateConflict, …: nothing runs.
+            NodeUnavailable, Internal: the outcome may not be known.
+        """
         outcome = "unknown"
         called_at = time.time()
         try:
@@ -374,7 +423,6 @@ class Creates:
             raise
         except OpendsecError as exc:
             outcome = exc.code
-            await self._note_failure(record, exc)
             raise
         except Exception as exc:
             self._unsettled.add(record.sandbox_id)
@@ -411,33 +459,29 @@ class Creates:
         made = msgspec.structs.replace(
             with_status(record, status), started_at=started_at, transitions=len(changes)
         )
-        try:
-            applied = await self._ledger.apply(changes)
-        except StoreUnavailable:
-            # It runs, and its id is recorded: the answer is true, and the record follows.
-            self._unsettled.add(record.sandbox_id)
-            log.warning("create not recorded yet", sandbox_id=record.sandbox_id)
-            return made
-        log.info("sandbox created", sandbox_id=record.sandbox_id, took_ms=round(took_s * 1e3, 1))
+        return Started(record=made, changes=changes)
+
+    def recorded(self, record: SandboxRecord) -> None:
+        """The start of a sandbox is in the store: the node's events about it are no news."""
+        took_ms = round((time.time() - record.created_at) * 1e3, 1)
+        log.info("sandbox created", sandbox_id=record.sandbox_id, took_ms=took_ms)
+        self._unsettled.discard(record.sandbox_id)
         self._recorded[record.sandbox_id] = None
         if len(self._recorded) > RECORDED_KEPT_MAX:
             self._recorded.popitem(last=False)
-        if len(applied) == len(changes):
-            return made
-        # It moved on before we came to note that it ran.
-        return await get_sandbox(self._store, record.sandbox_id) or made
 
     async def _note_failure(self, record: SandboxRecord, exc: OpendsecError) -> None:
         log.warning(
             "create failed", sandbox_id=record.sandbox_id, code=exc.code, message=exc.message
         )
         try:
-            await self._ledger.apply([_failed(record, exc, "create")])
+            await self._ledger.apply([failure(record, exc, "create")])
         except StoreUnavailable:
             self._unsettled.add(record.sandbox_id)
 
 
-def _failed(record: SandboxRecord, exc: OpendsecError, cause: str) -> StateChange:
+def failure(record: SandboxRecord, exc: OpendsecError, cause: str) -> StateChange:
+    """The change of a sandbox of which nothing runs, and why."""
     killed = isinstance(exc, StateConflict)
     return StateChange(
         sandbox_id=record.sandbox_id,

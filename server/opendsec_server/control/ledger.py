@@ -13,7 +13,7 @@ from opendsec_server.contract.node import SandboxStatus
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.store.changes import apply_changes
 from opendsec_server.store.records import SandboxRecord, StateChange
-from opendsec_server.store.store import Store
+from opendsec_server.store.store import Store, Work
 
 from .invalidations import Invalidations
 from .metrics import ControlMetrics
@@ -96,8 +96,14 @@ class Ledger:
         self._invalidations = invalidations
         self._metrics = metrics
 
-    async def apply(self, changes: Sequence[StateChange]) -> list[StateChange]:
+    async def apply(
+        self, changes: Sequence[StateChange], *, first: Work | None = None
+    ) -> list[StateChange]:
         """Apply changes in one transaction; returns those that were news.
+
+        Args:
+            changes: What is known.
+            first: What else the transaction is to do, before.
 
         Raises:
             StoreUnavailable: none was applied. Edges were told all the same.
@@ -106,7 +112,7 @@ class Ledger:
             # Of what the node reported the edges know already: the watcher told them first.
             if change.state is not State.RUNNING and change.cause != "node":
                 self._invalidations.publish(change.sandbox_id)
-        applied = await apply_changes(self._store, changes)
+        applied = await apply_changes(self._store, changes, first=first)
         for change in applied:
             if change.state in TERMINAL:
                 self._metrics.ended.labels(change.reason or change.state).inc()

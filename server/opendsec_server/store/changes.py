@@ -19,7 +19,7 @@ from opendsec_server.contract.states import (
 )
 
 from .records import KeyOutcome, StateChange
-from .store import Store
+from .store import Store, Work
 from .tables import IDEMPOTENCY, SANDBOX_TRANSITIONS, SANDBOXES
 
 
@@ -50,19 +50,31 @@ def steps(source: State, target: State) -> tuple[State, ...]:
     return ()
 
 
-async def apply_changes(store: Store, changes: Sequence[StateChange]) -> list[StateChange]:
+async def apply_changes(
+    store: Store,
+    changes: Sequence[StateChange],
+    *,
+    first: Work | None = None,
+) -> list[StateChange]:
     """Apply changes in order, in one transaction.
 
     What is no change, or leads out of a terminal state, is left out: reports may come twice
     and late.
 
+    Args:
+        store: Where.
+        changes: What is known.
+        first: What else the transaction is to do, before.
+
     Returns:
         The changes that were applied.
     """
-    if not changes:
+    if not changes and first is None:
         return []
 
     def work(connection: sa.Connection) -> list[StateChange]:
+        if first is not None:
+            first(connection)
         rows = _rows_for_update(connection, store, {c.sandbox_id for c in changes})
         transitions: list[dict[str, Any]] = []
         applied = [change for change in changes if _apply(rows, change, transitions)]

@@ -17,6 +17,9 @@ from .sqlite import Sqlite, open_sqlite
 
 T = TypeVar("T")
 
+Work = Callable[[sa.Connection], None]
+"""A part of a transaction."""
+
 
 class Backend(Protocol):
     """How work reaches one kind of database."""

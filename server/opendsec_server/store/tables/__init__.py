@@ -15,14 +15,18 @@ from .accounts import (
     TOKENS,
 )
 from .audit import AUDIT
+from .batches import BATCH_ITEMS, BATCHES
 from .metadata import METADATA
 from .sandboxes import IDEMPOTENCY, SANDBOX_TRANSITIONS, SANDBOXES
 from .snapshots import SNAPSHOTS
+from .tasks import SANDBOX_USAGE, TASK_ITEMS, TASK_OPERATIONS, TASKS
 from .templates import BUILD_STEPS, TEMPLATE_BUILDS, TEMPLATE_TAGS, TEMPLATES
 
 __all__ = [
     "API_KEYS",
     "AUDIT",
+    "BATCHES",
+    "BATCH_ITEMS",
     "BUILD_STEPS",
     "GRANTS",
     "IDEMPOTENCY",
@@ -33,7 +37,11 @@ __all__ = [
     "PROJECT_USE",
     "SANDBOXES",
     "SANDBOX_TRANSITIONS",
+    "SANDBOX_USAGE",
     "SNAPSHOTS",
+    "TASKS",
+    "TASK_ITEMS",
+    "TASK_OPERATIONS",
     "TEMPLATES",
     "TEMPLATE_BUILDS",
     "TEMPLATE_TAGS",
