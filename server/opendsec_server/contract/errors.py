@@ -136,6 +136,27 @@ class SandboxNotFound(NotFound):
     )
 
 
+class FileNotThere(NotFound):
+    """The sandbox has no file of that path."""
+
+    code = "file_not_found"
+    default_remediation = "Check the path; list its directory."
+
+
+class ActionNotFound(NotFound):
+    """The sandbox's trajectory has no action of this id."""
+
+    code = "action_not_found"
+    default_remediation = "List the sandbox's actions."
+
+
+class TrajectoryNotFound(NotFound):
+    """No action of the caller's has this rollout id."""
+
+    code = "trajectory_not_found"
+    default_remediation = "List trajectories and use one of their rollout ids."
+
+
 class TemplateNotFound(NotFound):
     """No such template for this caller."""
 
@@ -173,6 +194,33 @@ class IdempotencyOutcomeUnknown(Conflict):
     http_status = 422
     retryable = True
     default_remediation = "Repeat the same request with the same key a little later."
+
+
+class ActionMismatch(Conflict):
+    """The action id was used before in this sandbox, for something else."""
+
+    code = "action_mismatch"
+    default_remediation = "Use a new action id for another action."
+
+
+class ActionUnknown(Conflict):
+    """It is not known whether an action took effect, so that nothing may build on it."""
+
+    code = "action_unknown"
+    default_remediation = (
+        "Resolve it: ask the sandbox again, or state what became of it, or choose what a "
+        "fast-forward does with such actions."
+    )
+
+
+class SandboxEnded(UserError):
+    """The sandbox has ended, as asked, as agreed (a time-out), or by what ran in it."""
+
+    code = "sandbox_ended"
+    http_status = 410
+    default_remediation = (
+        "Create a new sandbox; fast-forward it through the recorded actions to go on."
+    )
 
 
 class SnapshotNotFound(NotFound):
@@ -240,6 +288,48 @@ class AlreadyPaused(StateConflict):
     default_remediation = "Nothing is to be done. Resume it to use it."
 
 
+class TaskNotFound(NotFound):
+    """No such task for this caller."""
+
+    code = "task_not_found"
+    default_remediation = "Check the task id; list the tasks. A task is made by its first use."
+
+
+class TaskOperationNotFound(NotFound):
+    """No such pause, resume or kill of this task."""
+
+    code = "task_operation_not_found"
+    default_remediation = "List the task's operations. Old ones are removed."
+
+
+class TaskExists(Conflict):
+    """A task of this name exists, with other limits."""
+
+    code = "task_exists"
+    default_remediation = "Change its limits instead, or use another id."
+
+
+class TaskEnded(Conflict):
+    """The task has ended: by a kill, at its deadline, or with its budget."""
+
+    code = "task_ended"
+    default_remediation = "Use another task id, or reopen the task."
+
+
+class TaskPaused(Conflict):
+    """The task is paused: nothing is started in it."""
+
+    code = "task_paused"
+    default_remediation = "Resume the task first."
+
+
+class TaskBudgetReached(Conflict):
+    """As many sandboxes were made in the task as its budget allows."""
+
+    code = "task_budget_reached"
+    default_remediation = "Give the task a larger budget, or use another task id."
+
+
 class PayloadTooLarge(UserError):
     """The request body is above the stated limit."""
 
@@ -275,6 +365,17 @@ class QuotaExceeded(CapacityError):
     code = "quota_exceeded"
     http_status = 429
     default_remediation = "End sandboxes you no longer need, or ask for a higher quota."
+
+
+class TrajectoryFull(CapacityError):
+    """The sandbox's trajectory holds as many actions, or as much of their output, as may be."""
+
+    code = "trajectory_full"
+    http_status = 429
+    retryable = False
+    default_remediation = (
+        "Run commands directly, keep less output, or go on in a new sandbox made from a snapshot."
+    )
 
 
 class RegistryLimited(CapacityError):
@@ -328,6 +429,17 @@ class NodeUnavailable(PlatformError):
     http_status = 503
     retryable = True
     default_remediation = "Retry after a moment."
+
+
+class SandboxLost(PlatformError):
+    """The sandbox ended by our fault: its node, its virtual machine or its start failed."""
+
+    code = "sandbox_lost"
+    http_status = 410
+    default_remediation = (
+        "Create a new sandbox; fast-forward it through the recorded actions to go on. Do not "
+        "score what it had done so far as a failure."
+    )
 
 
 class StoreUnavailable(PlatformError):

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from .actions import KeptProgram, ProgramOrder
 from .images import (
     ExecEvent,
     ImageInfo,
@@ -438,6 +439,69 @@ class NodeClient(Protocol):
             StateConflict: it does not run now.
             InvalidRequest: no such user, directory or program.
             AgentUnresponsive: the agent went away; what became of the program is not known.
+        """
+
+    async def start_kept(self, sandbox_id: str, tag: str, order: ProgramOrder) -> None:
+        """Start a program in a running sandbox; it runs on whatever becomes of the caller.
+
+        Its outcome is kept by the guest agent until it is forgotten. A tag starts one program.
+
+        Raises:
+            SandboxNotFound, StateConflict: as ``exec``.
+            InvalidRequest: no such user, directory or program. It did not run.
+            Conflict: the tag was used or ruled out before. Nothing was started by this call.
+            NodeFull: too many programs, or too much kept output. It did not run.
+            AgentUnresponsive, NodeUnavailable: whether it runs is not known; ask for the tag.
+        """
+
+    async def kept(
+        self, sandbox_id: str, tag: str, *, wait_s: float = 0.0, void: bool = False
+    ) -> KeptProgram:
+        """What became of a tag.
+
+        Args:
+            sandbox_id: Which.
+            tag: Of a ``start_kept``.
+            wait_s: Wait so long for the program's end, 60 s at most.
+            void: If the tag is not known, it starts nothing any more: a start that is still on
+                its way will be refused.
+
+        Raises:
+            SandboxNotFound, StateConflict: as ``exec``.
+            AgentUnresponsive, NodeUnavailable: not known now.
+        """
+
+    async def forget_kept(self, sandbox_id: str, tag: str) -> None:
+        """Drop the outcome of a program that has ended. Idempotent.
+
+        Raises:
+            SandboxNotFound, StateConflict: as ``exec``.
+            AgentUnresponsive, NodeUnavailable: it is kept on.
+        """
+
+    async def write_file(
+        self, sandbox_id: str, path: str, data: bytes, *, user: str | None = None
+    ) -> None:
+        """Write a small file in a running sandbox; directories above it are made.
+
+        Raises:
+            SandboxNotFound, StateConflict: as ``exec``.
+            InvalidRequest: the path cannot be written, or no such user.
+            NodeFull: no room on the sandbox's disk.
+            AgentUnresponsive, NodeUnavailable: whether it was written is not known.
+        """
+
+    async def read_file(
+        self, sandbox_id: str, path: str, *, user: str | None = None, bytes_max: int
+    ) -> bytes:
+        """The content of a small file of a running sandbox.
+
+        Raises:
+            SandboxNotFound, StateConflict: as ``exec``.
+            FileNotThere: there is none.
+            InvalidRequest: no file, or no such user.
+            PayloadTooLarge: it has more than ``bytes_max``.
+            AgentUnresponsive, NodeUnavailable: not read.
         """
 
     async def unpack(

@@ -116,6 +116,12 @@ UNPACK_SILENCE_MAX_S = 120.0
 START_LOG_BYTES_MAX = 64 * 1024
 """What is kept of a start command's output."""
 
+KEPT_START_TIMEOUT_S = 20.0
+"""Start of a program whose outcome is kept; the agent gives its loading 10 s."""
+
+FILE_CALL_TIMEOUT_S = 60.0
+"""Reading or writing a file of an action; they are small."""
+
 READY_PAUSE_FIRST_S = 0.05
 READY_PAUSE_S = 0.5
 """Between attempts to see whether a start command is ready: short ones at first."""

@@ -22,6 +22,7 @@ import structlog
 from opendsec_server import __version__
 from opendsec_server.binaries import find_agent
 from opendsec_server.config import Config, ConfigError
+from opendsec_server.contract.actions import KeptProgram, ProgramOrder
 from opendsec_server.contract.errors import (
     ImageNotFound,
     NodeFull,
@@ -51,7 +52,7 @@ from opendsec_server.contract.signatures import file_signature
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.images.store import ImageStore
 
-from . import cgroups, limits, process, syscalls
+from . import cgroups, kept, limits, process, syscalls
 from .agent_path import install_agent
 from .backends import Backend
 from .backends.choice import find_backends
@@ -505,6 +506,43 @@ class Node:
         async with contextlib.aclosing(events):
             async for event in events:
                 yield event
+
+    async def start_kept(self, sandbox_id: str, tag: str, order: ProgramOrder) -> None:
+        """See ``NodeClient.start_kept``."""
+        box, address = await self._reachable(sandbox_id)
+        await kept.start(address, box.spec, tag, order)
+
+    async def kept(
+        self, sandbox_id: str, tag: str, *, wait_s: float = 0.0, void: bool = False
+    ) -> KeptProgram:
+        """See ``NodeClient.kept``."""
+        box, address = await self._reachable(sandbox_id)
+        program = await kept.ask(address, box.spec, tag, wait_s=wait_s, void=void)
+        if box.spec.backend != "container":
+            # Only its own kernel knows.
+            return program
+        # Read after the answer: what was killed before it is counted.
+        kills = await asyncio.to_thread(self._services.cgroups.oom_kills, sandbox_id)
+        return msgspec.structs.replace(program, oom_total=kills)
+
+    async def forget_kept(self, sandbox_id: str, tag: str) -> None:
+        """See ``NodeClient.forget_kept``."""
+        box, address = await self._reachable(sandbox_id)
+        await kept.forget(address, box.spec, tag)
+
+    async def write_file(
+        self, sandbox_id: str, path: str, data: bytes, *, user: str | None = None
+    ) -> None:
+        """See ``NodeClient.write_file``."""
+        box, address = await self._reachable(sandbox_id)
+        await kept.write_file(address, box.spec, path, data, user=user)
+
+    async def read_file(
+        self, sandbox_id: str, path: str, *, user: str | None = None, bytes_max: int
+    ) -> bytes:
+        """See ``NodeClient.read_file``."""
+        box, address = await self._reachable(sandbox_id)
+        return await kept.read_file(address, box.spec, path, user=user, bytes_max=bytes_max)
 
     async def unpack(
         self,
