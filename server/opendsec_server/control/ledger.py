@@ -68,6 +68,7 @@ def change_from_status(
         accelerator=status.accelerator,
         vmm=status.vmm,
         seq=status.seq,
+        usage=status.usage,
     )
 
 

@@ -20,6 +20,7 @@ from .records import IdempotencyClaim, SandboxRecord
 from .sandboxes import record_of, row_of
 from .store import Store, Work
 from .tables import BATCH_ITEMS, BATCHES, SANDBOXES
+from .tasks import enter_many, leave
 
 ErrorBody = dict[str, Any]
 """An error as ``OpendsecError.to_dict`` gives it."""
@@ -411,7 +412,9 @@ def _begin(
         or (batch.cancelled_at is not None and _any_record(beginning.items))
     ):
         return Begun(batch=batch, taken=0)
-    items, wait_s = _take_places(connection, batch.project_id, beginning.items, now)
+    entered = _enter_tasks(connection, batch.project_id, beginning.items, now)
+    items, wait_s = _take_places(connection, batch.project_id, entered, now)
+    _leave_tasks(connection, batch.project_id, entered, items)
     records, rows, failed = [], [], 0
     for index, item in enumerate(items, beginning.first):
         row: dict[str, Any] = {"batch_id": batch.batch_id, "idx": index, "sandbox_id": None}
@@ -430,6 +433,39 @@ def _begin(
 
 def _any_record(items: Iterable[SandboxRecord | ErrorBody]) -> bool:
     return any(isinstance(item, SandboxRecord) for item in items)
+
+
+def _enter_tasks(
+    connection: sa.Connection,
+    project_id: str,
+    items: Sequence[SandboxRecord | ErrorBody],
+    now: float,
+) -> list[SandboxRecord | ErrorBody]:
+    """Count the sandboxes in their tasks, and put refusals in the places of those that a task
+    does not take."""
+    task_ids = [item.task_id if isinstance(item, SandboxRecord) else None for item in items]
+    refusals = enter_many(connection, project_id, task_ids, now=now)
+    return [
+        item if refusal is None else refusal.to_dict()
+        for item, refusal in zip(items, refusals, strict=True)
+    ]
+
+
+def _leave_tasks(
+    connection: sa.Connection,
+    project_id: str,
+    entered: Sequence[SandboxRecord | ErrorBody],
+    taken: Sequence[SandboxRecord | ErrorBody],
+) -> None:
+    """Those that found no place afterwards do not count in their tasks."""
+    gone = [
+        (project_id, item.task_id)
+        for at, item in enumerate(entered)
+        if isinstance(item, SandboxRecord)
+        and item.task_id is not None
+        and not (at < len(taken) and isinstance(taken[at], SandboxRecord))
+    ]
+    leave(connection, gone)
 
 
 def _take_places(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from opendsec_server.contract.node import SandboxUsage
 from opendsec_server.contract.states import (
     TERMINAL,
     TRANSITIONS,
@@ -21,6 +23,8 @@ from opendsec_server.contract.states import (
 from .records import KeyOutcome, StateChange
 from .store import Store, Work
 from .tables import IDEMPOTENCY, SANDBOX_TRANSITIONS, SANDBOXES
+from .tasks import leave
+from .usage import put_usage
 
 
 @cache
@@ -98,6 +102,10 @@ class _Row:
             "paused_mode": found.paused_mode,
             **dict.fromkeys(_KEPT_UNLESS_SET),
         }
+        self.project_id: str = found.project_id
+        self.task_id: str | None = found.task_id
+        self.usage: SandboxUsage | None = None
+        """All that it used, of one that has ended now."""
         self.outcome: KeyOutcome | None = None
         """What the create's idempotency key stands for from now on."""
 
@@ -121,6 +129,8 @@ _SELECT = sa.select(
     SANDBOXES.c.transitions,
     SANDBOXES.c.node_seq,
     SANDBOXES.c.paused_mode,
+    SANDBOXES.c.project_id,
+    SANDBOXES.c.task_id,
 ).where(SANDBOXES.c.sandbox_id.in_(sa.bindparam("these", expanding=True)))
 # Always in the same order, so that two transactions never wait for each other.
 _SELECT_FOR_UPDATE = _SELECT.order_by(SANDBOXES.c.sandbox_id).with_for_update()
@@ -204,6 +214,7 @@ def _apply(rows: dict[str, _Row], change: StateChange, transitions: list[dict[st
         values["message"] = change.message
         values["fault"] = change.fault
         row.outcome = row.outcome or "failed"
+        row.usage = change.usage
     return True
 
 
@@ -226,6 +237,15 @@ def _write(connection: sa.Connection, rows: list[_Row], transitions: list[dict[s
     connection.execute(_UPDATE, [row.values for row in rows])
     if transitions:
         connection.execute(_INSERT_TRANSITION, transitions)
+    used = {row.values["this_sandbox"]: row.usage for row in rows if row.usage is not None}
+    if used:
+        put_usage(connection, used, now=time.time())
+    failed = [
+        (row.project_id, row.task_id)
+        for row in rows
+        if row.state is State.FAILED and row.task_id is not None
+    ]
+    leave(connection, failed)
     settled = [
         {"this_sandbox": row.values["this_sandbox"], "settled_as": row.outcome}
         for row in rows

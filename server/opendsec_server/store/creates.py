@@ -13,6 +13,7 @@ from .records import IdempotencyClaim, IdempotencyRow, SandboxRecord
 from .sandboxes import row_of
 from .store import Store
 from .tables import SANDBOXES
+from .tasks import enter_one
 
 # Statements are built once: building them costs more than running them.
 _INSERT_SANDBOX = sa.insert(SANDBOXES)
@@ -30,6 +31,7 @@ async def begin_create(
     Raises:
         IdempotencyMismatch: the key was used with other parameters.
         QuotaExceeded: it does not fit into the project, or one above it.
+        TaskEnded, TaskPaused, TaskBudgetReached: its task takes no more.
         StoreUnavailable: nothing was written.
     """
 
@@ -61,6 +63,8 @@ def _begin_create(
         earlier, renew = find_key(connection, record.project_id, claim, now)
         if earlier is not None:
             return earlier
+    if record.task_id is not None:
+        enter_one(connection, record.project_id, record.task_id, now=now)
     admit_one(connection, record)
     connection.execute(_INSERT_SANDBOX, row_of(record))
     if claim is not None:

@@ -14,6 +14,7 @@ from opendsec_server.contract.node import (
     Backend,
     NetworkPolicy,
     OnTimeout,
+    SandboxUsage,
     StateMode,
     VmOptions,
 )
@@ -229,6 +230,8 @@ class StateChange(msgspec.Struct, kw_only=True, frozen=True):
     vmm: str | None = None
     seq: int = 0
     """The node's count with this report; older ones than recorded are left out. 0: not told."""
+    usage: SandboxUsage | None = None
+    """With the end: all that it used."""
     while_in: tuple[State, ...] = ()
     """Applies only to a record in one of these states. Empty: in any."""
 

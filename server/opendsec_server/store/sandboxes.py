@@ -25,6 +25,7 @@ from .packing import (
 from .records import SandboxExtra, SandboxRecord, Transition
 from .store import Store
 from .tables import IDEMPOTENCY, SANDBOX_TRANSITIONS, SANDBOXES
+from .tasks import fold_past
 
 _env = msgspec.json.Decoder(dict[str, str])
 _network = msgspec.json.Decoder(NetworkPolicy)
@@ -283,9 +284,9 @@ async def prune(store: Store, *, ended_before: float, now: float) -> int:
 
     def work(connection: sa.Connection) -> int:
         connection.execute(sa.delete(IDEMPOTENCY).where(IDEMPOTENCY.c.expires_at < now))
-        removed = connection.execute(
-            sa.delete(SANDBOXES).where(SANDBOXES.c.sandbox_id.in_(old.scalar_subquery()))
-        )
+        gone = list(connection.execute(old).scalars())
+        fold_past(connection, gone)
+        removed = connection.execute(sa.delete(SANDBOXES).where(SANDBOXES.c.sandbox_id.in_(gone)))
         return int(removed.rowcount)
 
     return await store.write(work)
