@@ -18,6 +18,7 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── SnapshotNotFound
     │   │   ├── ImageNotFound
     │   │   ├── BuildNotFound
+    │   │   ├── FunctionPoolNotFound
     │   │   ├── FileNotFound            local
     │   │   └── ProcessNotFound         local
     │   ├── Conflict
@@ -31,6 +32,16 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   └── AlreadyExists           local
     │   ├── RegistryDenied
     │   ├── BuildFailed
+    │   ├── FunctionPoolUnusable
+    │   ├── FunctionFailed
+    │   │   ├── FunctionRaised
+    │   │   ├── FunctionTimeout
+    │   │   ├── FunctionOutOfMemory
+    │   │   ├── FunctionDiskFull
+    │   │   ├── FunctionCrashed
+    │   │   ├── FunctionResultInvalid
+    │   │   ├── FunctionResultTooLarge
+    │   │   └── FunctionCancelled
     │   ├── MethodNotAllowed
     │   ├── PayloadTooLarge
     │   ├── NotSupported
@@ -42,6 +53,7 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   └── CommandTimeout              local
     ├── CapacityError        fault=capacity  try later or elsewhere (retryable)
     │   ├── QuotaExceeded
+    │   ├── FunctionQueueFull
     │   ├── NodeFull
     │   └── RegistryLimited
     └── PlatformError        fault=platform  never the program's failure
@@ -52,6 +64,7 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
         ├── RegistryUnavailable         (retryable)
         ├── ImageDamaged
         ├── StoreUnavailable            (retryable)
+        ├── FunctionWorkerLost          (retryable)
         ├── StartTimeout                (retryable)
         ├── SnapshotFailed              (retryable)
         ├── SnapshotDamaged
@@ -337,6 +350,90 @@ class BuildFailed(UserError):
     default_remediation = "Read the log of the failed step, mend the step and build again."
 
 
+class FunctionPoolNotFound(NotFound):
+    """The project has no function pool of that name."""
+
+    code = "function_pool_not_found"
+    default_remediation = "List the pools, or make it first. The pool `default` is always there."
+
+
+class FunctionPoolUnusable(UserError):
+    """Workers of the pool cannot serve: no `python3`, or an import in advance fails."""
+
+    code = "function_pool_unusable"
+    default_remediation = (
+        "Use a template that has Python 3.8 or later (`python3`), and mend the pool's "
+        "imports."
+    )
+
+
+class FunctionFailed(UserError):
+    """The call ended by what its own code did. Base of what calls can come to."""
+
+    code = "function_failed"
+    default_remediation = "Mend the function; its output and traceback are in the answer."
+
+
+class FunctionRaised(FunctionFailed):
+    """The function raised an exception."""
+
+    code = "function_raised"
+    default_remediation = "Read the traceback and mend the function."
+
+
+class FunctionTimeout(FunctionFailed):
+    """The call took longer than its time-out and was killed."""
+
+    code = "function_timeout"
+    default_remediation = "Give it more time, or less to do."
+
+
+class FunctionOutOfMemory(FunctionFailed):
+    """The call wanted more memory than it may have."""
+
+    code = "function_out_of_memory"
+    default_remediation = "Raise the call's memory limit or the pool's memory, or use less."
+
+
+class FunctionDiskFull(FunctionFailed):
+    """The call filled its worker's disk."""
+
+    code = "function_disk_full"
+    default_remediation = "Write less, or give the pool a larger disk."
+
+
+class FunctionCrashed(FunctionFailed):
+    """The call's process ended without a result: by a signal, or by leaving."""
+
+    code = "function_crashed"
+    default_remediation = (
+        "Look at the exit status or signal in the details; return from the function."
+    )
+
+
+class FunctionResultInvalid(FunctionFailed):
+    """What the function returned is no plain data, or what the call sent is no result."""
+
+    code = "function_result_invalid"
+    default_remediation = (
+        "Return plain data (numbers, text, bytes, lists, dicts), or ask for pickled results."
+    )
+
+
+class FunctionResultTooLarge(FunctionFailed):
+    """The call's result and files are larger than a call may hand back."""
+
+    code = "function_result_too_large"
+    default_remediation = "Hand back less, or use a sandbox and its files."
+
+
+class FunctionCancelled(FunctionFailed):
+    """The call was given up: its caller went away, or its pool was deleted."""
+
+    code = "function_cancelled"
+    default_remediation = "Call again."
+
+
 class MethodNotAllowed(UserError):
     """The address exists, but not with this HTTP method: client and server do not match."""
 
@@ -450,6 +547,13 @@ class RegistryLimited(CapacityError):
     default_remediation = "Wait as long as retry_after_s says, log in, or use a mirror."
 
 
+class FunctionQueueFull(CapacityError):
+    """As many calls of the project wait as may."""
+
+    code = "function_queue_full"
+    default_remediation = "Wait for answers before sending more calls."
+
+
 class NodeFull(CapacityError):
     """The node has no free slot, memory or disk for another sandbox."""
 
@@ -517,6 +621,14 @@ class ImageDamaged(PlatformError):
     code = "image_damaged"
     http_status = 502
     default_remediation = "Push the image anew, or pull it from another registry."
+
+
+class FunctionWorkerLost(PlatformError):
+    """The worker ended while it made the call. What the call did until then is not known."""
+
+    code = "function_worker_lost"
+    retryable = True
+    default_remediation = "Call again; workers are replaced by themselves."
 
 
 class StartTimeout(PlatformError):

@@ -16,17 +16,21 @@
     │   │   ├── IdempotencyInProgress 409  (retryable)
     │   │   ├── IdempotencyOutcomeUnknown 422  (retryable)
     │   │   └── StateConflict         409
+    │   ├── FunctionPoolUnusable      422
+    │   ├── FunctionFailed            422  (FunctionRaised, …Timeout, …OutOfMemory and others)
     │   ├── MethodNotAllowed          405
     │   ├── PayloadTooLarge           413
     │   └── NotSupported              501
     ├── CapacityError        fault=capacity  try later or elsewhere
     │   ├── QuotaExceeded             429
+    │   ├── FunctionQueueFull         429  (retryable)
     │   └── NodeFull                  503  (retryable)
     └── PlatformError        fault=platform  ours; never the model's failure
         ├── SandboxStartFailed        500  (retryable)
         ├── AgentUnresponsive         502  (retryable)
         ├── NodeUnavailable           503  (retryable)
         ├── StoreUnavailable          503  (retryable)
+        ├── FunctionWorkerLost        502  (retryable)
         ├── StartTimeout              504  (retryable)
         └── Internal                  500
 
@@ -267,6 +271,101 @@ class BuildFailed(UserError):
     default_remediation = "Read the log of the failed step, mend the step and build again."
 
 
+class FunctionPoolNotFound(NotFound):
+    """The project has no function pool of that name."""
+
+    code = "function_pool_not_found"
+    http_status = 404
+    default_remediation = "List the pools, or make it first. The pool `default` is always there."
+
+
+class FunctionPoolUnusable(UserError):
+    """Workers of the pool cannot serve: no `python3`, or an import in advance fails."""
+
+    code = "function_pool_unusable"
+    http_status = 422
+    default_remediation = (
+        "Use a template that has Python 3.8 or later (`python3`), and mend the pool's "
+        "imports."
+    )
+
+
+class FunctionFailed(UserError):
+    """The call ended by what its own code did. Base of what calls can come to."""
+
+    code = "function_failed"
+    http_status = 422
+    default_remediation = "Mend the function; its output and traceback are in the answer."
+
+
+class FunctionRaised(FunctionFailed):
+    """The function raised an exception."""
+
+    code = "function_raised"
+    http_status = 422
+    default_remediation = "Read the traceback and mend the function."
+
+
+class FunctionTimeout(FunctionFailed):
+    """The call took longer than its time-out and was killed."""
+
+    code = "function_timeout"
+    http_status = 422
+    default_remediation = "Give it more time, or less to do."
+
+
+class FunctionOutOfMemory(FunctionFailed):
+    """The call wanted more memory than it may have."""
+
+    code = "function_out_of_memory"
+    http_status = 422
+    default_remediation = "Raise the call's memory limit or the pool's memory, or use less."
+
+
+class FunctionDiskFull(FunctionFailed):
+    """The call filled its worker's disk."""
+
+    code = "function_disk_full"
+    http_status = 422
+    default_remediation = "Write less, or give the pool a larger disk."
+
+
+class FunctionCrashed(FunctionFailed):
+    """The call's process ended without a result: by a signal, or by leaving."""
+
+    code = "function_crashed"
+    http_status = 422
+    default_remediation = (
+        "Look at the exit status or signal in the details; return from the function."
+    )
+
+
+class FunctionResultInvalid(FunctionFailed):
+    """What the function returned is no plain data, or what the call sent is no result."""
+
+    code = "function_result_invalid"
+    http_status = 422
+    default_remediation = (
+        "Return plain data (numbers, text, bytes, lists, dicts), or ask for pickled results."
+    )
+
+
+class FunctionResultTooLarge(FunctionFailed):
+    """The call's result and files are larger than a call may hand back."""
+
+    code = "function_result_too_large"
+    http_status = 422
+    default_remediation = "Hand back less, or use a sandbox and its files."
+
+
+class FunctionCancelled(FunctionFailed):
+    """The call was given up: its caller went away, or its pool was deleted."""
+
+    code = "function_cancelled"
+    http_status = 422
+    default_remediation = "Call again."
+
+
 class MethodNotAllowed(UserError):
     """The path exists, but not with this method."""
 
@@ -385,6 +484,14 @@ class RegistryLimited(CapacityError):
     default_remediation = "Wait as long as retry_after_s says, log in, or use a mirror."
 
 
+class FunctionQueueFull(CapacityError):
+    """As many calls of the project wait as may."""
+
+    code = "function_queue_full"
+    http_status = 429
+    default_remediation = "Wait for answers before sending more calls."
+
+
 class NodeFull(CapacityError):
     """The node has no free slot, memory or disk for another sandbox."""
 
@@ -500,6 +607,15 @@ class ImageDamaged(PlatformError):
     code = "image_damaged"
     http_status = 502
     default_remediation = "Push the image anew, or pull it from another registry."
+
+
+class FunctionWorkerLost(PlatformError):
+    """The worker ended while it made the call. What the call did until then is not known."""
+
+    code = "function_worker_lost"
+    http_status = 502
+    retryable = True
+    default_remediation = "Call again; workers are replaced by themselves."
 
 
 class StartTimeout(PlatformError):

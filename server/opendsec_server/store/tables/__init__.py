@@ -16,6 +16,7 @@ from .accounts import (
 )
 from .audit import AUDIT
 from .batches import BATCH_ITEMS, BATCHES
+from .functions import FUNCTION_POOLS, FUNCTION_WORKERS
 from .metadata import METADATA
 from .sandboxes import IDEMPOTENCY, SANDBOX_TRANSITIONS, SANDBOXES
 from .snapshots import SNAPSHOTS
@@ -28,6 +29,8 @@ __all__ = [
     "BATCHES",
     "BATCH_ITEMS",
     "BUILD_STEPS",
+    "FUNCTION_POOLS",
+    "FUNCTION_WORKERS",
     "GRANTS",
     "IDEMPOTENCY",
     "METADATA",
