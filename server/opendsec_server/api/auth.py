@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Finds out who calls, before a body is read."""
+"""Finds out who calls, and whether they may, before a body is read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import structlog
 from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
+from opendsec_server.contract.errors import InvalidRequest
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.services import Services
 
-from .http import CALLER_KEY
+from .http import CALLER_KEY, segment
+from .rights import right_of
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 
@@ -26,19 +28,43 @@ def key_of(connection: Connection) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
+def project_of(connection: Connection) -> str | None:
+    """The project that a request names in ``X-Project-Id`` (E2B: ``X-Team-Id``), if it does.
+
+    Raises:
+        InvalidRequest: two that differ.
+    """
+    named = {
+        value.strip()
+        for name in ("x-project-id", "x-team-id")
+        if (value := connection.headers.get(name)) is not None and value.strip()
+    }
+    if len(named) > 1:
+        raise InvalidRequest("X-Project-Id and X-Team-Id name different projects")
+    return named.pop() if named else None
+
+
 async def authenticate(connection: Connection) -> Caller:
     """The caller of a request.
 
     Raises:
         Unauthenticated: no valid key.
+        Forbidden: it has no rights in the project that the request names.
         StoreUnavailable: the key cannot be looked up.
     """
     services: Services = connection.app.state.services
-    caller = await services.iam.authenticate(key_of(connection))
+    caller = await services.iam.authenticate(key_of(connection), project_of(connection))
     structlog.contextvars.bind_contextvars(project=caller.project_id)
     return caller
 
 
-async def require_key(connection: Connection, _handler: BaseRouteHandler) -> None:
-    """Guard: refuse requests without a valid key."""
-    connection.scope[CALLER_KEY] = await authenticate(connection)  # type: ignore[literal-required]
+async def require_key(connection: Connection, handler: BaseRouteHandler) -> None:
+    """Guard: refuse requests without a valid key, and those that it has no right to."""
+    caller = await authenticate(connection)
+    scope = connection.scope
+    # Set before it is refused: the audit log names who was.
+    scope[CALLER_KEY] = caller  # type: ignore[literal-required]
+    if caller.sandbox_id is not None:
+        named = scope["path_params"].get("sandbox_id")
+        caller.require_sandbox(None if named is None else segment(str(named)))
+    caller.require(right_of(handler, scope["method"], scope["path"]))

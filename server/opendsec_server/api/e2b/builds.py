@@ -16,6 +16,7 @@ from opendsec_server.api.http import (
     segment,
     services_of,
 )
+from opendsec_server.api.rights import needs
 from opendsec_server.api.uploads import upload_url
 from opendsec_server.contract.errors import InvalidRequest
 from opendsec_server.control.builds.logs import LEVELS, Level, LogEntry, at_least
@@ -49,7 +50,7 @@ async def request_build(request: Request) -> Response[bytes]:
     return answer(convert.requested_of(template, build), 202)
 
 
-@get("/templates/{template_id:str}/files/{files_hash:str}")
+@get("/templates/{template_id:str}/files/{files_hash:str}", opt=needs("templates:write"))
 async def upload_address(
     request: Request, template_id: FromPath[str], files_hash: FromPath[str]
 ) -> Response[bytes]:

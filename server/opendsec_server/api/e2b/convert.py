@@ -151,11 +151,13 @@ def listed_of(record: records.SandboxRecord) -> schemas.ListedSandbox:
     )
 
 
-def detail_of(services: Services, record: records.SandboxRecord) -> schemas.SandboxDetail:
-    """Everything about a sandbox."""
+def detail_of(
+    services: Services, record: records.SandboxRecord, *, token: bool
+) -> schemas.SandboxDetail:
+    """Everything about a sandbox. Its token only for those who may enter it."""
     return schemas.SandboxDetail(
         **msgspec.structs.asdict(listed_of(record)),
-        envd_access_token=services.mint.access(record.sandbox_id),
+        envd_access_token=services.mint.access(record.sandbox_id) if token else UNSET,
         allow_internet_access_shown=record.extra.allow_internet_access,
         domain=services.config.domain,
         network=_network_of(record.network),

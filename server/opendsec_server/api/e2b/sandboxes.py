@@ -27,6 +27,7 @@ from opendsec_server.api.http import (
 )
 from opendsec_server.api.native.sandboxes import metrics_span
 from opendsec_server.api.protocol import E2B_KEY_RE, idempotency_key
+from opendsec_server.api.rights import needs
 from opendsec_server.contract import limits
 from opendsec_server.contract.errors import InvalidRequest, SandboxNotFound, StateConflict
 from opendsec_server.contract.states import TERMINAL, State
@@ -71,7 +72,7 @@ async def _create(request: Request, timeout_s_default: int, *, v1: bool = False)
     return answer(convert.sandbox_of(services, created.record), 201)
 
 
-@post("/v2/sandboxes/{sandbox_id:str}/connect")
+@post("/v2/sandboxes/{sandbox_id:str}/connect", opt=needs("sandboxes:connect"))
 async def connect_v2(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``POST /v2/sandboxes/{id}/connect``: only ever extends; resumes a paused one."""
     body = await read_json(request, _connect, empty=b"{}")
@@ -79,7 +80,7 @@ async def connect_v2(request: Request, sandbox_id: FromPath[str]) -> Response[by
     return await _connect_for(request, sandbox_id, timeout_s, body.memory)
 
 
-@post("/sandboxes/{sandbox_id:str}/connect")
+@post("/sandboxes/{sandbox_id:str}/connect", opt=needs("sandboxes:connect"))
 async def connect_v1(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``POST /sandboxes/{id}/connect``: as v2, but ``timeout`` is required."""
     body = await read_json(request, _connect_v1)
@@ -200,7 +201,9 @@ async def bulk_metrics(request: Request) -> Response[bytes]:
 async def get_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``GET /sandboxes/{id}``: 404 once it has ended."""
     record = await visible(request, sandbox_id)
-    return answer(convert.detail_of(services_of(request), record))
+    return answer(
+        convert.detail_of(services_of(request), record, token=caller_of(request).may_enter)
+    )
 
 
 @delete("/sandboxes/{sandbox_id:str}")

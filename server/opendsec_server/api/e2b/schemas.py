@@ -178,7 +178,7 @@ class Lifecycle(Struct, kw_only=True, frozen=True, rename=e2b_name):
 
 
 class SandboxDetail(ListedSandbox, kw_only=True, frozen=True, rename=e2b_name):
-    envd_access_token: str
+    envd_access_token: str | UnsetType
     allow_internet_access_shown: bool | None
     domain: str
     network: NetworkShown

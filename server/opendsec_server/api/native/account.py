@@ -93,7 +93,11 @@ async def get_project(request: Request) -> Response[bytes]:
 
 @get(
     "/api-keys",
-    opt=documented(Operation(tag="project", summary="List API keys", response=schemas.ApiKeyList)),
+    opt=documented(
+        Operation(
+            tag="project", right="keys:read", summary="List API keys", response=schemas.ApiKeyList
+        )
+    ),
 )
 async def list_keys(request: Request) -> Response[bytes]:
     keys = await services_of(request).iam.keys(caller_of(request))
@@ -105,6 +109,7 @@ async def list_keys(request: Request) -> Response[bytes]:
     opt=documented(
         Operation(
             tag="project",
+            right="keys:write",
             summary="Make an API key",
             description="The key itself is in this answer only.",
             request=schemas.CreateKey,
@@ -126,6 +131,7 @@ async def create_key(request: Request) -> Response[bytes]:
     opt=documented(
         Operation(
             tag="project",
+            right="keys:write",
             summary="Delete an API key",
             description="It is refused from now on.",
             status=204,

@@ -97,6 +97,7 @@ async def get_build(request: Request, build_id: FromPath[str]) -> Response[bytes
     opt=documented(
         Operation(
             tag="templates",
+            right="templates:write",
             summary="Where to send an archive",
             description="`files` is the SHA-256 that the steps name it by, in hexadecimal.",
             response=schemas.FileUpload,

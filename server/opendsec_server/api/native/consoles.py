@@ -23,6 +23,7 @@ from .sandboxes import TAG
     opt=documented(
         Operation(
             tag=TAG,
+            right="sandboxes:connect",
             summary="Read the end of a machine's serial console",
             description="Only of backends with the capability `console`. As a WebSocket (with the "
             "sandbox's access token in `X-Access-Token`, or as the subprotocol "

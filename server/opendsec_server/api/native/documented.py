@@ -43,6 +43,8 @@ class Operation(msgspec.Struct, kw_only=True, frozen=True):
     summary: str
     description: str = ""
     tag: str
+    right: str | None = None
+    """What a caller needs. None: ``<tag>:read`` for GET, else ``<tag>:write``."""
     request: type[msgspec.Struct] | None = None
     request_required: bool = True
     response: type[msgspec.Struct] | None = None

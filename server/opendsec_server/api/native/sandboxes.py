@@ -223,7 +223,7 @@ async def get_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[b
     services = services_of(request)
     record = await services.lifecycle.get(caller_of(request), segment(sandbox_id))
     record = await services.lifecycle.with_trouble(record)
-    return answer(sandbox_of(services, record, tokens=True))
+    return answer(sandbox_of(services, record, tokens=caller_of(request).may_enter))
 
 
 @delete(
@@ -251,6 +251,7 @@ async def delete_sandbox(request: Request, sandbox_id: FromPath[str]) -> Respons
     opt=documented(
         Operation(
             tag=TAG,
+            right="sandboxes:connect",
             summary="Connect to a sandbox",
             description="Makes sure that it runs for at least `timeout_s` more seconds; never "
             "shortens its life. Resumes it if it is paused.",

@@ -130,6 +130,7 @@ async def resume_sandbox(request: Request, sandbox_id: FromPath[str]) -> Respons
     opt=documented(
         Operation(
             tag="sandboxes",
+            right="snapshots:write",
             summary="Fork a sandbox",
             description="Makes sandboxes that start with its disk, or disk and memory, of this "
             "instant; it stops for as short as possible and goes on. Children inherit everything "
@@ -204,6 +205,7 @@ async def create_snapshot(request: Request, sandbox_id: FromPath[str]) -> Respon
     opt=documented(
         Operation(
             tag="sandboxes",
+            right="images:write",
             summary="Pack a sandbox",
             description="Its changes become a layer, and an image of it on top of its own image's. "
             "It stands still for a moment only, and goes on; a paused one stays paused.",

@@ -11,7 +11,7 @@ import pytest
 
 from opendsec_server.contract.errors import RegistryLimited
 from opendsec_server.contract.images import ImageConfig, RegistryAuth
-from opendsec_server.control.iam import _key_record, _new_key
+from opendsec_server.control.iam.service import new_key
 from opendsec_server.control.image_names import own_name
 from opendsec_server.store import accounts
 from opendsec_server.store.records import Project
@@ -21,11 +21,10 @@ from .harness import Plane
 
 async def second_project(plane: Plane) -> tuple[str, dict[str, str]]:
     """A project beside the installation's first one; headers with its key."""
-    secret = _new_key()
     project = Project(
         project_id="psecondproject00", name="second", sandboxes_max=10, created_at=time.time() + 1
     )
-    key = _key_record(project.project_id, "k", secret)
+    key, secret = new_key(project.project_id, "k")
     await accounts.insert_project(plane.services.store, project, key)
     return project.project_id, {"X-API-Key": secret}
 

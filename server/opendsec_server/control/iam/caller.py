@@ -42,6 +42,11 @@ class Caller(msgspec.Struct, kw_only=True, frozen=True):
         """Whether the caller has a right in its project."""
         return covers(self.rights, right)
 
+    @property
+    def may_enter(self) -> bool:
+        """Whether the caller is shown the tokens that open a sandbox."""
+        return self.may("sandboxes:connect") or self.may("sandboxes:write")
+
     def require(self, right: Right) -> None:
         """Go on only with a right.
 
