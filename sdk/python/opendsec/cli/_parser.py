@@ -70,6 +70,7 @@ def _cluster_wants(word: str, takes_value: dict[str, bool]) -> bool:
 def build_parser() -> argparse.ArgumentParser:
     """The whole grammar."""
     # It uses the pieces below, so it can only come after them.
+    from ._adapters_parser import add_adapters
     from ._template_parser import add_template
 
     parser = argparse.ArgumentParser(
@@ -94,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_state(commands)
     _add_images(commands)
     _add_kill(commands)
+    add_adapters(commands)
     _add_about(commands)
     return parser
 
