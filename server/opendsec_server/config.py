@@ -122,6 +122,11 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """E2B's forks and snapshots hold memory, which containers cannot save. filesystem: theirs hold
     the disk only, and a response header says so. refuse: 501."""
 
+    # Several nodes
+    node_lost_after_s: float = 600.0
+    """What ran on a node that cannot be reached for so long counts as lost: its records end, so
+    that callers make others. If the node comes back, it ends them too. Paused sandboxes stay."""
+
     # Builds of templates
     build_backend: Literal["container", "microvm"] = "container"
     """What build steps run in. microvm: a kernel of their own, where projects are not trusted."""

@@ -7,18 +7,19 @@ import structlog
 
 from opendsec_server.config import Config
 from opendsec_server.contract.errors import NotSupported
-from opendsec_server.contract.node import Backend, BackendInfo, NodeInfo, StateMode
+from opendsec_server.contract.node import Backend, BackendInfo, StateMode
+
+from .nodes import Fleet
 
 log = structlog.get_logger(__name__)
 
 
 class Backends:
-    """Questions about backends, answered from what the node declares of them."""
+    """Questions about backends, answered from what the nodes declare of them."""
 
-    def __init__(self, config: Config, node_info: NodeInfo) -> None:
-        self._by_name: dict[str, BackendInfo] = {info.name: info for info in node_info.backends}
-        self.default: Backend = self._choose(config)
-        """What a create gets that names no backend."""
+    def __init__(self, config: Config, fleet: Fleet) -> None:
+        self._config = config
+        self._fleet = fleet
         if self.default not in self._by_name:
             log.warning(
                 "the default backend is not available: creates must name another",
@@ -26,9 +27,15 @@ class Backends:
                 available=list(self._by_name),
             )
 
-    def _choose(self, config: Config) -> Backend:
-        if config.default_backend != "auto":
-            return config.default_backend
+    @property
+    def _by_name(self) -> dict[str, BackendInfo]:
+        return self._fleet.backends
+
+    @property
+    def default(self) -> Backend:
+        """What a create gets that names no backend."""
+        if self._config.default_backend != "auto":
+            return self._config.default_backend
         microvm = self._by_name.get("microvm")
         # Emulated guests are complete but slow: only those who ask for one get one.
         return "microvm" if microvm is not None and microvm.accelerator == "kvm" else "container"

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 import structlog
@@ -22,6 +22,7 @@ from opendsec_server.contract.errors import (
     IdempotencyOutcomeUnknown,
     Internal,
     InvalidRequest,
+    NodeFull,
     NodeUnavailable,
     NotSupported,
     OpendsecError,
@@ -31,9 +32,10 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.contract.ids import new_sandbox_id
 from opendsec_server.contract.limits import START_BUDGET_S
-from opendsec_server.contract.node import Backend, NodeClient, NodeEvent, NodeInfo, SandboxSpec
+from opendsec_server.contract.node import Backend, NodeEvent, SandboxSpec
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.store.creates import begin_create, look_up
+from opendsec_server.store.moves import move_create
 from opendsec_server.store.records import (
     IdempotencyClaim,
     IdempotencyRow,
@@ -48,8 +50,10 @@ from .backends import Backends
 from .iam import Caller
 from .ledger import Ledger, change_from_status, with_status
 from .metrics import ControlMetrics
+from .nodes import Fleet, NodeNotReached
 from .origins import Origins, needs_layers
 from .params import CreateParams, check_params
+from .placement import Need
 from .snapshots import Origin
 from .templates import Templates
 from .tokens import TokenMint
@@ -58,6 +62,8 @@ log = structlog.get_logger(__name__)
 
 FOREIGN_ATTEMPT_S = 2 * START_BUDGET_S
 """A pending create of another process is left alone for this long."""
+NODES_TRIED_MAX = 4
+"""Nodes that are asked for one sandbox, until its create fails for want of room."""
 RECORDED_KEPT_MAX = 4_096
 """Starts remembered, until the node's events about them have come."""
 
@@ -95,8 +101,7 @@ class Creates:
         self,
         *,
         store: Store,
-        node: NodeClient,
-        node_info: NodeInfo,
+        fleet: Fleet,
         mint: TokenMint,
         templates: Templates,
         origins: Origins,
@@ -105,8 +110,7 @@ class Creates:
         metrics: ControlMetrics,
     ) -> None:
         self._store = store
-        self._node = node
-        self._node_info = node_info
+        self._node = fleet
         self._mint = mint
         self._templates = templates
         self._origins = origins
@@ -285,11 +289,20 @@ class Creates:
         claim: IdempotencyClaim | None,
     ) -> Created:
         while True:
-            record = self._new_record(caller, params, origin, backend)
-            with self.flying(record.sandbox_id):
-                earlier = await begin_create(self._store, record, claim)
+            try:
+                record = self._new_record(caller, params, origin, backend)
+            except OpendsecError:
+                # There is no node for it now: but one that was made before needs none.
+                earlier = None
+                if claim is not None:
+                    earlier = await look_up(self._store, caller.project_id, claim)
                 if earlier is None:
-                    return Created(record=await self._make(record), replayed=False)
+                    raise
+            else:
+                with self.flying(record.sandbox_id):
+                    earlier = await begin_create(self._store, record, claim)
+                    if earlier is None:
+                        return Created(record=await self._make(record), replayed=False)
             known = await self._outcome_of(earlier)
             if not (earlier.outcome == "pending" and known.state in TERMINAL):
                 return Created(record=known, replayed=True)
@@ -318,10 +331,10 @@ class Creates:
         self, caller: Caller, params: CreateParams, origin: Origin, backend: Backend
     ) -> SandboxRecord:
         now = time.time()
-        return SandboxRecord(
-            sandbox_id=new_sandbox_id(self._node_info.node_id),
+        record = SandboxRecord(
+            sandbox_id="",
             project_id=caller.project_id,
-            node_id=self._node_info.node_id,
+            node_id="",
             template_id=origin.template_id,
             template=origin.name,
             backend=backend,
@@ -348,6 +361,54 @@ class Creates:
             default_workdir=origin.default_workdir,
             gpu=0 if params.extra.vm is None else len(params.extra.vm.devices),
         )
+        return self._placed(record, only=origin.node_id)
+
+    def _placed(
+        self, record: SandboxRecord, *, only: str | None = None, avoid: Collection[str] = ()
+    ) -> SandboxRecord:
+        """The record with a node, and an id that names it.
+
+        Raises:
+            NodeFull, NodeNotReached: no node can be asked.
+        """
+        image = record.image or ""
+        chosen = self._node.choose(
+            Need(
+                backend=record.backend,
+                cpu=record.cpu,
+                memory_mb=record.memory_mb,
+                disk_mb=record.disk_mb,
+                image=image,
+                only=self._node.images.only_on(image) if only is None else frozenset((only,)),
+                labels=record.extra.node_labels,
+                task_id=record.task_id,
+            ),
+            avoid=avoid,
+        )
+        return msgspec.structs.replace(
+            record, sandbox_id=new_sandbox_id(chosen.node_id), node_id=chosen.node_id
+        )
+
+    async def _moved(
+        self, record: SandboxRecord, refused_by: Collection[str]
+    ) -> SandboxRecord | None:
+        """The record of a sandbox of which nothing was made, on another node. None: there is none
+        that may be asked."""
+        if record.snapshot_id is not None or len(refused_by) >= NODES_TRIED_MAX:
+            return None
+        try:
+            moved = self._placed(record, avoid=refused_by)
+            if not await move_create(self._store, record.sandbox_id, moved):
+                return None
+        except OpendsecError:
+            return None
+        log.info(
+            "create goes to another node",
+            sandbox_id=moved.sandbox_id,
+            was=record.sandbox_id,
+            refused_by=list(refused_by),
+        )
+        return moved
 
     async def _spec(self, record: SandboxRecord) -> SandboxSpec:
         image, default_user = record.image, record.default_user
@@ -398,16 +459,21 @@ class Creates:
             self._unsettled.add(record.sandbox_id)
             log.warning("create not recorded yet", sandbox_id=record.sandbox_id)
             return made
-        self.recorded(record)
+        self.recorded(made)
         if len(applied) == len(started.changes):
             return made
         # It moved on before we came to note that it ran.
-        return await get_sandbox(self._store, record.sandbox_id) or made
+        return await get_sandbox(self._store, made.sandbox_id) or made
 
-    async def start(self, record: SandboxRecord) -> Started:
+    async def start(self, record: SandboxRecord, refused_by: Collection[str] = ()) -> Started:
         """Have the node make a sandbox whose record is in the store. Idempotent by its id.
 
-        Call it within ``flying``; then apply the changes and say ``recorded``.
+        When the node has no room or cannot be reached, the record moves to another one, with
+        another id. Call it within ``flying``; then apply the changes and say ``recorded``.
+
+        Args:
+            record: What to make.
+            refused_by: Nodes that are not asked again.
 
         Raises:
             NodeFull, SandboxStartFailed, StartTimeout, StateConflict, …: nothing runs.
@@ -418,6 +484,9 @@ class Creates:
         try:
             status = await self._node.create(await self._spec(record))
             outcome = "ok"
+        except (NodeFull, NodeNotReached) as exc:
+            outcome = exc.code
+            return await self._start_elsewhere(record, exc, (*refused_by, record.node_id))
         except (NodeUnavailable, asyncio.CancelledError):
             self._unsettled.add(record.sandbox_id)
             raise
@@ -460,6 +529,25 @@ class Creates:
             with_status(record, status), started_at=started_at, transitions=len(changes)
         )
         return Started(record=made, changes=changes)
+
+    async def _start_elsewhere(
+        self, record: SandboxRecord, refusal: OpendsecError, refused_by: Collection[str]
+    ) -> Started:
+        moved = await self._moved(record, refused_by)
+        if moved is None:
+            raise refusal
+        with self.flying(moved.sandbox_id):
+            try:
+                return await self.start(moved, refused_by)
+            except OpendsecError as exc:
+                # Who called knows the first id only.
+                if moved.sandbox_id not in self._unsettled:
+                    await self._note_failure(moved, exc)
+                raise
+
+    def given_up(self, record: SandboxRecord) -> None:
+        """The record of a sandbox has ended, whatever its node has made."""
+        self._unsettled.discard(record.sandbox_id)
 
     def recorded(self, record: SandboxRecord) -> None:
         """The start of a sandbox is in the store: the node's events about it are no news."""

@@ -453,15 +453,17 @@ class Lifecycle:
         return msgspec.structs.replace(record, end_at=status.end_at)
 
 
-def lost(sandbox_id: str, *, cause: str) -> StateChange:
-    """The change of a sandbox that its node does not know any more."""
+def lost(
+    sandbox_id: str, *, cause: str, message: str = "the node does not know this sandbox any more"
+) -> StateChange:
+    """The change of a sandbox that its node does not know any more, or that was lost with it."""
     return StateChange(
         sandbox_id=sandbox_id,
         state=State.ENDED,
         at=time.time(),
         cause=cause,
         reason=EndReason.LOST,
-        message="the node does not know this sandbox any more",
+        message=message,
         fault="platform",
     )
 

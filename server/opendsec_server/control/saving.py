@@ -33,7 +33,7 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.contract.ids import new_sandbox_id, new_snapshot_id
 from opendsec_server.contract.limits import START_BUDGET_S
-from opendsec_server.contract.node import NodeClient, NodeInfo, StateMode
+from opendsec_server.contract.node import NodeClient, StateMode
 from opendsec_server.contract.node import Snapshot as NodeSnapshot
 from opendsec_server.contract.states import State
 from opendsec_server.store import snapshots as rows
@@ -132,7 +132,6 @@ class Saving:
         *,
         store: Store,
         node: NodeClient,
-        node_info: NodeInfo,
         creates: Creates,
         lifecycle: Lifecycle,
         templates: Templates,
@@ -142,7 +141,6 @@ class Saving:
     ) -> None:
         self._store = store
         self._node = node
-        self._node_id = node_info.node_id
         self._creates = creates
         self._lifecycle = lifecycle
         self._templates = templates
@@ -405,7 +403,7 @@ class Saving:
     ) -> Forked:
         while True:
             base = await self._new_row(source, params.mode, keyed=claim is not None, ephemeral=True)
-            names = [new_sandbox_id(self._node_id) for _ in range(params.count)]
+            names = [new_sandbox_id(source.node_id) for _ in range(params.count)]
             planned = _pack([_KeptChild(sandbox_id=name) for name in names])
             with self._flying(base.snapshot_id):
                 earlier = await rows.begin_snapshot(self._store, base, claim, planned)
@@ -513,14 +511,14 @@ class Saving:
 
     # --- comparing ----------------------------------------------------------
 
-    async def reconcile(self) -> None:
-        """Finish or remove what was left half-way, and look for what the node lost.
+    async def reconcile(self, node_id: str, node: NodeClient) -> None:
+        """Finish or remove what was left half-way on a node, and look for what it lost.
 
         Raises:
             StoreUnavailable, NodeUnavailable: nothing more could be compared.
         """
-        held = {snapshot.snapshot_id: snapshot for snapshot in await self._node.snapshots()}
-        for row in await rows.unfinished_snapshots(self._store, self._node_id):
+        held = {snapshot.snapshot_id: snapshot for snapshot in await node.snapshots()}
+        for row in await rows.unfinished_snapshots(self._store, node_id):
             if row.snapshot_id in self._in_flight or self._is_foreign(row):
                 continue
             if row.ephemeral:
@@ -538,7 +536,7 @@ class Saving:
                 await self._snapshots.remove_half_made(row)
             self._unsettled.discard(row.snapshot_id)
             log.info("snapshot settled", snapshot_id=row.snapshot_id, was=row.state)
-        lost = await rows.ids_of_ready(self._store, self._node_id) - set(held) - self._missed
+        lost = await rows.ids_of_ready(self._store, node_id) - set(held) - self._missed
         for snapshot_id in lost:
             # Its row is left: whoever starts from it learns of the loss, and may delete it.
             log.error("the node does not hold a snapshot any more", snapshot_id=snapshot_id)

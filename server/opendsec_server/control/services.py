@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from opendsec_server.config import Config
 from opendsec_server.contract.errors import OpendsecError, StoreUnavailable
-from opendsec_server.contract.node import NodeClient, NodeInfo
+from opendsec_server.contract.node import NodeClient
 from opendsec_server.store import sandboxes
 from opendsec_server.store.store import Store
 
@@ -21,6 +21,7 @@ from .invalidations import Invalidations
 from .ledger import Ledger
 from .lifecycle import Lifecycle
 from .metrics import ControlMetrics
+from .nodes import Fleet
 from .origins import Origins
 from .packing import Packing
 from .routes import Routes
@@ -41,15 +42,14 @@ class Services:
         self,
         config: Config,
         store: Store,
-        node: NodeClient,
-        node_info: NodeInfo,
+        fleet: Fleet,
         mint: TokenMint,
         ready_checks: Mapping[str, ReadyCheck],
     ) -> None:
         self.config = config
         self.store = store
-        self.node = node
-        self.node_info = node_info
+        self.fleet = fleet
+        node = self.node = fleet
         self.mint = mint
         self.metrics = ControlMetrics()
         self.invalidations = Invalidations()
@@ -58,12 +58,11 @@ class Services:
         self.iam = Iam(store)
         self.templates = Templates(store)
         self.snapshots = Snapshots(store, node, self.templates)
-        self.backends = Backends(config, node_info)
+        self.backends = Backends(config, fleet)
         self.builds = Builds(
             config=config,
             store=store,
-            node=node,
-            node_info=node_info,
+            fleet=fleet,
             mint=mint,
             templates=self.templates,
             snapshots=self.snapshots,
@@ -72,8 +71,7 @@ class Services:
         self.images = Images(node, self.iam, self.templates, lambda: self.builds.images_in_use())
         self.creates = Creates(
             store=store,
-            node=node,
-            node_info=node_info,
+            fleet=fleet,
             mint=mint,
             templates=self.templates,
             origins=Origins(node, self.templates, self.snapshots, self.images),
@@ -92,7 +90,6 @@ class Services:
         self.saving = Saving(
             store=store,
             node=node,
-            node_info=node_info,
             creates=self.creates,
             lifecycle=self.lifecycle,
             templates=self.templates,
@@ -104,8 +101,8 @@ class Services:
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(
             store=store,
-            node=node,
-            node_info=node_info,
+            fleet=fleet,
+            node_lost_after_s=config.node_lost_after_s,
             creates=self.creates,
             saving=self.saving,
             builds=self.builds,
@@ -128,7 +125,7 @@ class Services:
 
         Args:
             config: Settings.
-            node: The node that runs the sandboxes.
+            node: The node that runs the sandboxes, or a ``Fleet`` of several.
             templates: Templates of the installation, registered by name.
             ready_checks: What else must be ready, by name, for ``/readyz``.
 
@@ -138,8 +135,10 @@ class Services:
         """
         mint = TokenMint(load_secret(config.state_path / "secret"))
         store = await Store.open(config)
+        fleet = node if isinstance(node, Fleet) else Fleet.of_one(node)
         try:
-            services = cls(config, store, node, await node.info(), mint, ready_checks or {})
+            await fleet.start()
+            services = cls(config, store, fleet, mint, ready_checks or {})
             await services.iam.ensure_first_key(config.api_key_file)
             for definition in templates:
                 await services.templates.register(definition)
@@ -147,6 +146,7 @@ class Services:
             await services.images.start()
             await services.watcher.start()
         except BaseException:
+            await fleet.stop()
             await store.close()
             raise
         return services
@@ -163,6 +163,7 @@ class Services:
         await self.creates.stop()
         await self.snapshots.stop()
         await self.watcher.stop()
+        await self.fleet.stop()
         await self.store.close()
 
     async def not_ready(self) -> list[str]:

@@ -49,6 +49,8 @@ class Origin(msgspec.Struct, kw_only=True, frozen=True):
     backend: Backend | None
     """The only one that can start it. None: any."""
     snapshot_id: str | None = None
+    node_id: str | None = None
+    """The node that holds the snapshot, and so gets what starts from it. None: any."""
     mode: StateMode | None = None
     env: dict[str, str] = {}
     """Below the caller's."""
@@ -296,6 +298,7 @@ def _of_snapshot(snapshot: Snapshot) -> Origin:
         default_workdir=snapshot.default_workdir,
         backend=snapshot.backend,
         snapshot_id=snapshot.snapshot_id,
+        node_id=snapshot.node_id,
         mode=snapshot.mode,
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""Keeps the store in step with the node: by its events, and by comparing from time to time."""
+"""Keeps the store in step with the nodes: by their events, and by comparing from time to time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from collections import deque
 import msgspec
 import structlog
 
-from opendsec_server.contract.errors import OpendsecError, SandboxNotFound, StoreUnavailable
+from opendsec_server.contract.errors import (
+    NodeUnavailable,
+    OpendsecError,
+    SandboxNotFound,
+    StoreUnavailable,
+)
 from opendsec_server.contract.limits import ENDED_RECORDS_KEPT_S
-from opendsec_server.contract.node import NodeClient, NodeEvent, NodeInfo, SandboxStatus
+from opendsec_server.contract.node import NodeEvent, SandboxStatus
 from opendsec_server.contract.states import State
 from opendsec_server.store import sandboxes
 from opendsec_server.store.records import SandboxRecord, StateChange
@@ -23,6 +28,7 @@ from .creates import Creates
 from .invalidations import Invalidations
 from .ledger import Ledger, change_from_status, fault_of
 from .lifecycle import lost
+from .nodes import Fleet, Member
 from .saving import Saving
 from .templates import Templates
 
@@ -38,14 +44,14 @@ END_AT_TOLERANCE_S = 0.001
 
 
 class Watcher:
-    """Background tasks between one node and the store."""
+    """Background tasks between the nodes and the store."""
 
     def __init__(
         self,
         *,
         store: Store,
-        node: NodeClient,
-        node_info: NodeInfo,
+        fleet: Fleet,
+        node_lost_after_s: float,
         creates: Creates,
         saving: Saving,
         builds: Builds,
@@ -54,8 +60,8 @@ class Watcher:
         invalidations: Invalidations,
     ) -> None:
         self._store = store
-        self._node = node
-        self._node_info = node_info
+        self._node = fleet
+        self._node_lost_after_s = node_lost_after_s
         self._creates = creates
         self._saving = saving
         self._builds = builds
@@ -67,9 +73,12 @@ class Watcher:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listen to the node, then compare once, so that nothing falls in between."""
+        """Listen to the nodes, then compare once, so that nothing falls in between."""
         self._tasks = [
-            asyncio.create_task(self._listen(), name="node-events"),
+            *(
+                asyncio.create_task(self._listen(member), name=f"node-events-{member.name}")
+                for member in self._node.members
+            ),
             asyncio.create_task(self._record(), name="node-events-record"),
         ]
         await asyncio.sleep(0)
@@ -85,20 +94,25 @@ class Watcher:
 
     # --- events -------------------------------------------------------------
 
-    async def _listen(self) -> None:
+    async def _listen(self, member: Member) -> None:
         while True:
             try:
-                async for event in self._node.events():
+                async for event in member.client.events():
                     # Edges first: they must not wait for the store. What runs again after a
                     # pause may have another address.
                     if not self._creates.is_own_start(event):
                         self._invalidations.publish(event.sandbox_id)
                         self._events.append(event)
                         self._arrived.set()
+            except NodeUnavailable as exc:
+                if member.up:
+                    log.warning("a node's events are missed", node=member.name, why=exc.message)
             except Exception:
-                log.exception("the node's event stream broke")
+                log.exception("the node's event stream broke", node=member.name)
             self._invalidations.publish_all()
             await asyncio.sleep(RETRY_S)
+            while member.down:  # noqa: ASYNC110 - its health has no event
+                await asyncio.sleep(RETRY_S)
 
     async def _record(self) -> None:
         while True:
@@ -169,13 +183,52 @@ class Watcher:
             log.exception("store and node not compared")
 
     async def reconcile(self) -> None:
-        """Compare every live record with the node, and the other way round.
+        """Compare every live record with its node, and the other way round.
 
         Raises:
-            StoreUnavailable, NodeUnavailable: nothing more could be compared.
+            StoreUnavailable: nothing more could be compared.
+            NodeUnavailable: a node could not be compared; the others were.
         """
-        records = await sandboxes.live_sandboxes(self._store, self._node_info.node_id)
-        on_node = {status.sandbox_id: status for status in await self._node.list()}
+        failure: NodeUnavailable | None = None
+        for member in self._node.members:
+            if member.node_id is None:
+                continue
+            try:
+                if member.down:
+                    await self._give_up(member.node_id, member.unreached_for())
+                else:
+                    await self._compare_node(member, member.node_id)
+            except NodeUnavailable as exc:
+                failure = exc
+        if failure is not None:
+            raise failure
+
+    async def _give_up(self, node_id: str, unreached_s: float) -> None:
+        """Note what was lost with a node, once it has been away for long.
+
+        Not what is paused: it lies on the node's disk, and is there again when the node is. What
+        ran and is noted as lost is ended when the node comes back, so that its caller, who may
+        have made another, never has two.
+        """
+        if unreached_s < self._node_lost_after_s:
+            return
+        records = await sandboxes.live_sandboxes(self._store, node_id)
+        changes = [
+            lost(
+                record.sandbox_id,
+                cause="node_lost",
+                message=f"its node {node_id} has not been reached for {unreached_s:.0f} s",
+            )
+            for record in records
+            if record.state is not State.PAUSED and not self._creates.in_flight(record.sandbox_id)
+        ]
+        if changes:
+            log.error("sandboxes were lost with their node", node_id=node_id, count=len(changes))
+            await self._ledger.apply(changes)
+
+    async def _compare_node(self, member: Member, node_id: str) -> None:
+        records = await sandboxes.live_sandboxes(self._store, node_id)
+        on_node = {status.sandbox_id: status for status in await member.client.list()}
         changes: list[StateChange] = []
         for record in records:
             status = on_node.pop(record.sandbox_id, None)
@@ -188,8 +241,8 @@ class Watcher:
             if change is not None:
                 changes.append(change)
         await self._ledger.apply(changes)
-        await self._look_at_unknown(on_node)
-        await self._saving.reconcile()
+        await self._look_at_unknown(node_id, on_node)
+        await self._saving.reconcile(node_id, member.client)
 
     async def _compare_one(
         self, record: SandboxRecord, status: SandboxStatus | None
@@ -208,7 +261,7 @@ class Watcher:
             await sandboxes.set_end_at(self._store, record.sandbox_id, status.end_at)
         return None
 
-    async def _look_at_unknown(self, on_node: dict[str, SandboxStatus]) -> None:
+    async def _look_at_unknown(self, node_id: str, on_node: dict[str, SandboxStatus]) -> None:
         records = await sandboxes.get_sandboxes(self._store, list(on_node))
         for sandbox_id, status in on_node.items():
             if self._creates.in_flight(sandbox_id):
@@ -220,19 +273,19 @@ class Watcher:
                 continue
             record = records.get(sandbox_id)
             if record is None:
-                await self._adopt(status)
+                await self._adopt(node_id, status)
             elif record.terminal:
                 # Nobody can reach it through the API any more, and it holds memory and disk.
                 log.warning("killing a sandbox whose record has ended", sandbox_id=sandbox_id)
                 await self._node.kill(sandbox_id)
 
-    async def _adopt(self, status: SandboxStatus) -> None:
+    async def _adopt(self, node_id: str, status: SandboxStatus) -> None:
         """Record a sandbox that the store does not know: it was restored from a backup."""
         template = await self._templates.by_id(status.template_id)
         record = SandboxRecord(
             sandbox_id=status.sandbox_id,
             project_id=status.project_id,
-            node_id=self._node_info.node_id,
+            node_id=node_id,
             template_id=status.template_id,
             template=template.name if template else status.template_id,
             backend=status.backend,
@@ -273,4 +326,5 @@ def _change_of(event: NodeEvent) -> StateChange:
         fault=fault_of(event.reason),
         started_at=event.at if event.state is State.RUNNING else None,
         seq=event.seq,
+        usage=event.usage,
     )

@@ -141,6 +141,8 @@ class SandboxExtra(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     """The image's own program was asked to be started."""
     ready: ReadyCheck | None = None
     """And awaited so."""
+    node_labels: dict[str, str] = {}
+    """Labels that its node must have."""
 
 
 class SandboxRecord(msgspec.Struct, kw_only=True, frozen=True):

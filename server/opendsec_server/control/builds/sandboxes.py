@@ -19,11 +19,11 @@ from opendsec_server.contract.images import ExecEvent, StartCommand
 from opendsec_server.contract.node import (
     Backend,
     NetworkPolicy,
-    NodeClient,
-    NodeInfo,
     SandboxSpec,
     SandboxStatus,
 )
+from opendsec_server.control.nodes import Fleet
+from opendsec_server.control.placement import Need
 from opendsec_server.control.tokens import TokenMint
 
 from .logs import BuildLog
@@ -51,12 +51,9 @@ class Sizes(msgspec.Struct, kw_only=True, frozen=True):
 class Builders:
     """Makes and removes builder sandboxes."""
 
-    def __init__(
-        self, *, config: Config, node: NodeClient, node_info: NodeInfo, mint: TokenMint
-    ) -> None:
+    def __init__(self, *, config: Config, fleet: Fleet, mint: TokenMint) -> None:
         self._config = config
-        self._node = node
-        self._node_id = node_info.node_id
+        self._node = fleet
         self._mint = mint
         self._owned: set[str] = set()
 
@@ -99,7 +96,18 @@ class Builders:
         Raises:
             OpendsecError: as the node's create.
         """
-        sandbox_id = new_sandbox_id(self._node_id)
+        disk_mb = self._config.build_disk_mb if disk_mb is None else disk_mb
+        chosen = self._node.choose(
+            Need(
+                backend=self.backend,
+                cpu=sizes.cpu,
+                memory_mb=sizes.memory_mb,
+                disk_mb=disk_mb,
+                image=shape.image,
+                only=self._node.images.only_on(shape.image),
+            )
+        )
+        sandbox_id = new_sandbox_id(chosen.node_id)
         now = time.time()
         spec = SandboxSpec(
             sandbox_id=sandbox_id,
@@ -110,7 +118,7 @@ class Builders:
             start=start,
             cpu=sizes.cpu,
             memory_mb=sizes.memory_mb,
-            disk_mb=self._config.build_disk_mb if disk_mb is None else disk_mb,
+            disk_mb=disk_mb,
             env=shape.env,
             created_at=now,
             end_at=sizes.end_at + END_SLACK_S,

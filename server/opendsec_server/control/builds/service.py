@@ -29,8 +29,9 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.contract.ids import random_chars
 from opendsec_server.contract.images import RegistryAuth
-from opendsec_server.contract.node import NodeClient, NodeInfo, SandboxStatus
+from opendsec_server.contract.node import SandboxStatus
 from opendsec_server.control.iam import Caller
+from opendsec_server.control.nodes import Fleet
 from opendsec_server.control.snapshots import Origin, Snapshots
 from opendsec_server.control.templates import (
     DEFAULT_TAG,
@@ -110,24 +111,23 @@ class Builds:
         *,
         config: Config,
         store: Store,
-        node: NodeClient,
-        node_info: NodeInfo,
+        fleet: Fleet,
         mint: TokenMint,
         templates: Templates,
         snapshots: Snapshots,
     ) -> None:
         self._config = config
         self._store = store
-        self._node = node
+        self._node = fleet
         self._templates = templates
         self._snapshots = snapshots
         directory = Path(config.state_dir) / "builds"
         self.logs = BuildLogs(directory / "logs")
         self.uploads = Uploads(directory / "files", config.build_upload_max_mb * 1_024 * 1_024)
-        self._builders = Builders(config=config, node=node, node_info=node_info, mint=mint)
+        self._builders = Builders(config=config, fleet=fleet, mint=mint)
         self._tools = Tools(
             store=store,
-            node=node,
+            node=fleet,
             builders=self._builders,
             uploads=self.uploads,
             locks=StepLocks(),
