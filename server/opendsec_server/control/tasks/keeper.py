@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Ends tasks at their deadline or with their budget, and reads what sandboxes use."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from opendsec_server.contract.errors import OpendsecError
+from opendsec_server.contract.limits import ENDED_RECORDS_KEPT_S
+from opendsec_server.contract.states import EndReason
+from opendsec_server.store import task_operations as operation_rows
+from opendsec_server.store import tasks as rows
+from opendsec_server.store.store import Store
+from opendsec_server.store.tasks import Task
+
+from .operations import Operations
+from .service import Tasks, kill_params
+
+log = structlog.get_logger(__name__)
+
+LIMITS_S = 1.0
+"""How often deadlines and budgets are looked at; a deadline is this late at most."""
+METER_S = 15.0
+"""How often what all sandboxes use is read."""
+PRUNE_S = 3_600.0
+OPERATIONS_KEPT_S = 7 * 24 * 3_600
+BUSY_SHARE = 20
+"""Looking takes at most one in so many seconds of the time: with many records it comes less
+often."""
+
+
+class TaskKeeper:
+    """Background tasks of tasks."""
+
+    def __init__(self, store: Store, tasks: Tasks, operations: Operations) -> None:
+        self._store = store
+        self._tasks = tasks
+        self._operations = operations
+        self._running: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Go on with operations that were left half-way, and look after tasks from now on."""
+        await self._operations.start()
+        self._running = [
+            asyncio.create_task(_repeat(what, every_s), name=f"tasks-{name}")
+            for name, what, every_s in (
+                ("limits", self.look_at_limits, LIMITS_S),
+                ("meter", self.meter_all, METER_S),
+                ("prune", self.prune, PRUNE_S),
+            )
+        ]
+
+    async def stop(self) -> None:
+        """End the background tasks."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._operations.stop()
+
+    async def look_at_limits(self) -> None:
+        """End the tasks whose time or budget is over.
+
+        Raises:
+            StoreUnavailable: not now.
+        """
+        for task in await rows.limited_tasks(self._store):
+            reason = await self._why_over(task)
+            if reason is not None:
+                await self._tasks.begin(task.project_id, task.task_id, "kill", kill_params(reason))
+
+    async def _why_over(self, task: Task) -> EndReason | None:
+        if task.deadline_at is not None and task.deadline_at <= time.time():
+            return EndReason.TASK_DEADLINE
+        if task.cpu_seconds_max is None:
+            return None
+        await self._tasks.refresh_usage(task.project_id, task.task_id)
+        used = await self._tasks.used(task)
+        return EndReason.TASK_BUDGET if used.cpu_seconds >= task.cpu_seconds_max else None
+
+    async def meter_all(self) -> None:
+        """Read what every sandbox has used, so that a lost node takes little of it along.
+
+        Raises:
+            StoreUnavailable, NodeUnavailable: not now.
+        """
+        await self._tasks.meter(await rows.ids_to_meter(self._store))
+
+    async def prune(self) -> None:
+        """Remove old operations, and tasks of which nothing is left.
+
+        Raises:
+            StoreUnavailable: not now.
+        """
+        now = time.time()
+        removed = operation_rows.PRUNE_BATCH
+        while removed >= operation_rows.PRUNE_BATCH:
+            removed = await operation_rows.prune_operations(
+                self._store, finished_before=now - OPERATIONS_KEPT_S
+            )
+        await rows.prune_tasks(self._store, unused_since=now - ENDED_RECORDS_KEPT_S)
+
+
+async def _repeat(what: Callable[[], Awaitable[None]], every_s: float) -> None:
+    while True:
+        began = time.monotonic()
+        try:
+            await what()
+        except OpendsecError as exc:
+            log.warning("tasks not looked after", why=exc.message)
+        except Exception:
+            log.exception("tasks not looked after")
+        await asyncio.sleep(max(every_s, BUSY_SHARE * (time.monotonic() - began)))
