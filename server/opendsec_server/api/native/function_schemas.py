@@ -134,8 +134,7 @@ class SourceCode(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     entry: Annotated[
-        str | None,
-        Meta(max_length=256, description="Function in `source` to call.", examples=["add"]),
+        str | None, Meta(description="Function in `source` to call.", examples=["add"])
     ] = None
     values: Annotated[
         dict[str, Any], Meta(description="Variables that are set before `source` is run (encoded).")
@@ -181,10 +180,8 @@ class _Shared(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         model.CALL_TIMEOUT_S_DEFAULT
     )
     memory_mb: Annotated[
-        int | None,
+        Annotated[int, Meta(ge=model.CALL_MEMORY_MB_MIN, le=limits.MEMORY_MB_MAX)] | None,
         Meta(
-            ge=model.CALL_MEMORY_MB_MIN,
-            le=limits.MEMORY_MB_MAX,
             description="Of each process of the call, beside what preloaded modules hold. Null: "
             "what the worker has.",
         ),

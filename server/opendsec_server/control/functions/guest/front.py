@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-# ruff: noqa: PTH101, PTH102, PTH103, PTH108, PTH112, PTH114, PTH118, PTH120, PTH123
-# ruff: noqa: PTH207, PTH208, S103, UP031
+# ruff: noqa: PTH101, PTH102, PTH103, PTH108, PTH112, PTH114, PTH118, PTH123
+# ruff: noqa: PTH208, S103, UP031
 """The worker's front: one call at a time, its limits, and the scrub after it.
 
 What holds against code that does its worst:

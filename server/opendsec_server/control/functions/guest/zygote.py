@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-# ruff: noqa: PTH101, PTH102, PTH103, PTH108, PTH112, PTH114, PTH118, PTH120, PTH123
-# ruff: noqa: PTH207, PTH208, S103, UP031
+# ruff: noqa: PTH103, PTH120, PTH123
+# ruff: noqa: PTH207, PTH208, UP031
 """The worker's zygote: imports modules in advance, and forks a process for each call."""
 
 from __future__ import annotations
