@@ -207,6 +207,14 @@ class ActionMismatch(Conflict):
     default_remediation = "Use a new action id for another action."
 
 
+class ActionInProgress(Conflict):
+    """Another action of the sandbox must end first: a snapshot is taken of a known place only."""
+
+    code = "action_in_progress"
+    retryable = True
+    default_remediation = "Wait until the other action has ended, and send this one again."
+
+
 class ActionUnknown(Conflict):
     """It is not known whether an action took effect, so that nothing may build on it."""
 
@@ -385,6 +393,20 @@ class AlreadyPaused(StateConflict):
 
     code = "already_paused"
     default_remediation = "Nothing is to be done. Resume it to use it."
+
+
+class BatchNotFound(NotFound):
+    """No such batch for this caller."""
+
+    code = "batch_not_found"
+    default_remediation = "Check the batch id; list the batches. Old ones are removed."
+
+
+class BatchCancelled(Conflict):
+    """The batch was cancelled before this item began."""
+
+    code = "batch_cancelled"
+    default_remediation = "Nothing was made for this item. Ask for it in another batch."
 
 
 class TaskNotFound(NotFound):

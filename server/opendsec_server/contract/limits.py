@@ -47,6 +47,12 @@ SNAPSHOT_NAME_CHARS_MAX = 128
 API_BODY_BYTES_MAX = 4 * 1_024 * 1_024
 LIST_LIMIT_MAX = 100
 
+BATCH_ITEMS_MAX = 32_768
+BATCH_BODY_BYTES_MAX = 32 * 1_024 * 1_024
+BATCH_WAIT_S_DEFAULT = 3_600
+BATCH_WAIT_S_MAX = 24 * 3_600
+"""How long an item of a batch may wait for its turn. Its time to start begins with the turn."""
+
 START_BUDGET_S = 30.0
 """From admission to the guest agent's first answer. After it: StartTimeout."""
 

@@ -13,8 +13,10 @@ from opendsec_server.store import sandboxes
 from opendsec_server.store.store import Store
 
 from .backends import Backends
+from .batches import Batches, seat_of
 from .builds.service import Builds
 from .creates import Creates
+from .functions.service import Functions
 from .iam import Iam
 from .images import Images
 from .invalidations import Invalidations
@@ -27,6 +29,10 @@ from .packing import Packing
 from .routes import Routes
 from .saving import Saving
 from .snapshots import Snapshots
+from .tasks import Tasks
+from .tasks.keeper import TaskKeeper
+from .tasks.operations import Operations
+from .tasks.work import Work
 from .templates import BASE_TEMPLATE, TemplateDefinition, Templates
 from .tokens import TokenMint, load_secret
 from .watch import Watcher
@@ -69,15 +75,24 @@ class Services:
         )
         ledger = Ledger(store, self.invalidations, self.metrics)
         self.images = Images(node, self.iam, self.templates, lambda: self.builds.images_in_use())
+        origins = Origins(node, self.templates, self.snapshots, self.images)
         self.creates = Creates(
             store=store,
             fleet=fleet,
             mint=mint,
             templates=self.templates,
-            origins=Origins(node, self.templates, self.snapshots, self.images),
+            origins=origins,
             backends=self.backends,
             ledger=ledger,
             metrics=self.metrics,
+        )
+        self.batches = Batches(
+            store=store,
+            fleet=fleet,
+            creates=self.creates,
+            origins=origins,
+            ledger=ledger,
+            seat=seat_of(config),
         )
         self.lifecycle = Lifecycle(
             store=store,
@@ -97,7 +112,24 @@ class Services:
             backends=self.backends,
             metrics=self.metrics,
         )
+        operations = Operations(
+            store,
+            Work(
+                store=store,
+                node=node,
+                creates=self.creates,
+                lifecycle=self.lifecycle,
+                ledger=ledger,
+                invalidations=self.invalidations,
+                metrics=self.metrics,
+            ),
+        )
+        self.tasks = Tasks(store, node, operations)
+        self.task_keeper = TaskKeeper(store, self.tasks, operations)
         self.packing = Packing(node, self.lifecycle, self.metrics)
+        self.functions = Functions(
+            config=config, store=store, node=node, creates=self.creates
+        )
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(
             store=store,
@@ -144,7 +176,11 @@ class Services:
                 await services.templates.register(definition)
             await services.builds.start_up()
             await services.images.start()
+            # Before the watcher settles what is left half-way: theirs goes on.
+            await services.batches.start()
+            await services.functions.start()
             await services.watcher.start()
+            await services.task_keeper.start()
         except BaseException:
             await fleet.stop()
             await store.close()
@@ -155,6 +191,9 @@ class Services:
         """Finish what is under way and close the store. Sandboxes go on running."""
         self.closing.set()
         self.invalidations.close()
+        await self.functions.stop()
+        await self.batches.stop()
+        await self.task_keeper.stop()
         await self.builds.stop()
         await self.saving.stop()
         await self.packing.stop()

@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from opendsec_server.contract.errors import TaskPaused
+
 from .keys import find_key, settle_key, take_key
 from .packing import struct_of
 from .quotas import admit, wanted_of
-from .records import IdempotencyClaim, SandboxRecord
+from .records import IdempotencyClaim, Project, SandboxRecord
 from .sandboxes import record_of, row_of
 from .store import Store, Work
-from .tables import BATCH_ITEMS, BATCHES, SANDBOXES
+from .tables import BATCH_ITEMS, BATCHES, PROJECTS, SANDBOXES
 from .tasks import enter_many, leave
 
 ErrorBody = dict[str, Any]
@@ -27,6 +29,8 @@ ErrorBody = dict[str, Any]
 
 _RATE = "creates_per_s"
 """A limit that passes by itself: items wait for it instead of failing."""
+PAUSED_WAIT_S = 2
+"""After which items whose task is paused are looked at again."""
 PRUNE_BATCH = 20
 
 # Statements are built once: building them costs more than running them.
@@ -200,6 +204,17 @@ async def get_batch(store: Store, batch_id: str) -> Batch | None:
     return await store.read(lambda connection: _get(connection, batch_id))
 
 
+async def project_of(store: Store, batch: Batch) -> Project | None:
+    """The project in whose name a batch was asked for."""
+    query = sa.select(PROJECTS).where(PROJECTS.c.project_id == batch.project_id)
+
+    def work(connection: sa.Connection) -> Project | None:
+        row = connection.execute(query).mappings().first()
+        return None if row is None else struct_of(row, Project)
+
+    return await store.read(work)
+
+
 async def list_batches(
     store: Store, project_id: str, *, after: tuple[float, str] | None, limit: int
 ) -> list[Batch]:
@@ -258,19 +273,27 @@ async def cancel_batch(store: Store, batch_id: str, now: float) -> Batch | None:
 
 
 async def claim_batches(
-    store: Store, owner: str, *, seat: str | None, now: float, lease_until: float
+    store: Store,
+    owner: str,
+    *,
+    held: Collection[str] = (),
+    seat: str | None,
+    now: float,
+    lease_until: float,
 ) -> list[Batch]:
     """Take over unfinished batches that nobody works on, oldest first.
 
     Args:
         store: Where.
         owner: Who takes them.
+        held: Those that it works on already.
         seat: Beginning of the owners' names that are dead for sure: those of this place's earlier
             processes. None: wait until their leases are over.
         now: Unix seconds.
         lease_until: Until when others leave them alone.
     """
-    free = BATCHES.c.lease_until < now
+    # It may own one without knowing: the answer to its insert was lost.
+    free = (BATCHES.c.lease_until < now) | (BATCHES.c.owner == owner)
     if seat is not None:
         free = free | BATCHES.c.owner.startswith(seat, autoescape=True)
     query = (
@@ -278,7 +301,7 @@ async def claim_batches(
         .where(
             BATCHES.c.finished_at.is_(None),
             free,
-            BATCHES.c.owner.is_distinct_from(owner),
+            BATCHES.c.batch_id.not_in(list(held)),
         )
         .order_by(BATCHES.c.created_at, BATCHES.c.batch_id)
         .with_for_update(skip_locked=True)
@@ -317,12 +340,19 @@ async def begun_items(store: Store, batch_id: str) -> list[tuple[int, SandboxRec
     """Items that have begun and whose outcome is not known, with their sandboxes' records."""
 
     def work(connection: sa.Connection) -> list[tuple[int, SandboxRecord]]:
-        found = []
-        for row in connection.execute(_BEGUN, {"this_batch": batch_id}).mappings():
-            values = dict(row)
-            index = values.pop("idx")
-            found.append((index, record_of(values)))  # type: ignore[arg-type]
-        return found
+        rows = connection.execute(_BEGUN, {"this_batch": batch_id}).mappings()
+        return [(row["idx"], record_of(row)) for row in rows]
+
+    return await store.read(work)
+
+
+async def begun_record(store: Store, batch_id: str, index: int) -> SandboxRecord | None:
+    """The sandbox of an item now: its create may have gone to another node, with another id."""
+    query = _BEGUN.where(BATCH_ITEMS.c.idx == index)
+
+    def work(connection: sa.Connection) -> SandboxRecord | None:
+        row = connection.execute(query, {"this_batch": batch_id}).mappings().first()
+        return None if row is None else record_of(row)
 
     return await store.read(work)
 
@@ -413,7 +443,11 @@ def _begin(
     ):
         return Begun(batch=batch, taken=0)
     entered = _enter_tasks(connection, batch.project_id, beginning.items, now)
-    items, wait_s = _take_places(connection, batch.project_id, entered, now)
+    # What is paused goes on later.
+    until = next((at for at, item in enumerate(entered) if _is_paused(item)), len(entered))
+    items, wait_s = _take_places(connection, batch.project_id, entered[:until], now)
+    if until < len(entered) and wait_s is None:
+        wait_s = PAUSED_WAIT_S
     _leave_tasks(connection, batch.project_id, entered, items)
     records, rows, failed = [], [], 0
     for index, item in enumerate(items, beginning.first):
@@ -429,6 +463,10 @@ def _begin(
         connection.execute(_INSERT_ITEMS, rows)
         batch = _count(connection, batch, failed=failed, begun=len(rows), now=now)
     return Begun(batch=batch, taken=len(rows), records=records, wait_s=wait_s)
+
+
+def _is_paused(item: SandboxRecord | ErrorBody) -> bool:
+    return not isinstance(item, SandboxRecord) and item["code"] == TaskPaused.code
 
 
 def _any_record(items: Iterable[SandboxRecord | ErrorBody]) -> bool:

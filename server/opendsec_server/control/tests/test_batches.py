@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""Many creates in one call: each item exactly once, whatever happens in between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import sqlalchemy as sa
+
+from opendsec_server.config import Config
+from opendsec_server.contract.errors import (
+    BatchNotFound,
+    IdempotencyMismatch,
+    InvalidRequest,
+    NodeFull,
+    NodeUnavailable,
+    TemplateNotFound,
+)
+from opendsec_server.contract.states import TERMINAL, State
+from opendsec_server.control.batches import BatchParams, dispatcher
+from opendsec_server.control.iam import Caller
+from opendsec_server.control.params import CreateParams
+from opendsec_server.control.services import Services
+from opendsec_server.store.sandboxes import get_sandbox
+from opendsec_server.store.tables import PROJECTS
+
+from .batch_kit import check, crash, many, outcomes
+from .conftest import first_caller
+from .fake_node import FakeNode
+from .store_faults import broken_store
+
+
+async def limit(services: Services, name: str, value: float) -> None:
+    """Set a limit of every project."""
+    await services.store.write(
+        lambda c: c.execute(sa.update(PROJECTS).values({name: value})) and None
+    )
+
+
+async def test_all_are_made_and_told(services: Services, node: FakeNode, caller: Caller) -> None:
+    asked = await services.batches.create(caller, many(300), key=None)
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.made == node.created == 300
+    record = await get_sandbox(services.store, items[0].sandbox_id or "")
+    assert record is not None and record.state is State.RUNNING and record.started_at
+    assert not services.batches._queue.batches, "nothing is left to do"
+
+
+async def test_items_that_differ(services: Services, node: FakeNode, caller: Caller) -> None:
+    common = CreateParams(env={"A": "1"}, memory_mb=128)
+    own = [common, CreateParams(env={"A": "2"}, memory_mb=256), common]
+    params = BatchParams.of(common, own, count=0, wait_s=60)
+    assert params.differing == {1: {"env": {"A": "2"}, "memory_mb": 256}}
+    asked = await services.batches.create(caller, params, key=None)
+    _, items = await outcomes(services, caller, asked.batch_id)
+    specs = {item.index: node.specs[item.sandbox_id or ""] for item in items}
+    assert [specs[index].memory_mb for index in range(3)] == [128, 256, 128]
+    assert specs[1].env == {"A": "2"}
+
+
+@pytest.mark.parametrize(
+    ("items", "count"), [(None, 0), (None, 32_769), ([], 0), ([CreateParams(labels=["\0"])], 0)]
+)
+def test_what_cannot_be_asked_for(items: list[CreateParams] | None, count: int) -> None:
+    with pytest.raises(InvalidRequest):
+        BatchParams.of(CreateParams(), items, count=count, wait_s=60)
+
+
+async def test_what_none_can_start_from_is_said_at_once(services: Services, caller: Caller) -> None:
+    with pytest.raises(TemplateNotFound):
+        await services.batches.create(
+            caller, many(5, common=CreateParams(template="nothing")), key=None
+        )
+
+
+async def test_one_item_without_a_template_is_one_error(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    common = CreateParams()
+    own = [common, CreateParams(template="nothing"), common]
+    params = BatchParams.of(common, own, count=0, wait_s=60)
+    asked = await services.batches.create(caller, params, key=None)
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    errors = {item.index: item.error["code"] for item in items if item.error}
+    assert errors == {1: "template_not_found"}
+
+
+async def test_the_same_key_is_the_same_batch(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    calls = [services.batches.create(caller, many(20), key="k") for _ in range(5)]
+    found = {batch.batch_id for batch in await asyncio.gather(*calls)}
+    assert len(found) == 1
+    await outcomes(services, caller, found.pop())
+    assert node.created == 20
+    with pytest.raises(IdempotencyMismatch):
+        await services.batches.create(caller, many(21), key="k")
+    with pytest.raises(IdempotencyMismatch):
+        await services.creates.create(caller, CreateParams(), key="k")
+
+
+async def test_others_batches_are_not_there(services: Services, caller: Caller) -> None:
+    for name in ("b" + "0" * 19, "nonsense", "b\0"):
+        with pytest.raises(BatchNotFound):
+            await services.batches.get(caller, name)
+        with pytest.raises(BatchNotFound):
+            await services.batches.cancel(caller, name)
+
+
+async def test_the_quota_is_reached_in_the_middle(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    await limit(services, "sandboxes_max", 30)
+    asked = await services.batches.create(caller, many(100), key=None)
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.made == 30
+    assert {item.error["code"] for item in items if item.error} == {"quota_exceeded"}
+
+
+async def test_the_rate_of_creates_is_waited_for(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    await limit(services, "creates_per_s_max", 10)
+    started = time.monotonic()
+    asked = await services.batches.create(caller, many(15), key=None)
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.made == 15 and time.monotonic() - started > 0.3
+
+
+async def test_cancel_ends_what_waits_and_keeps_what_began(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    node.gate = asyncio.Event()
+    asked = await services.batches.create(caller, many(100), key=None)
+    await node.admitted.wait()
+    await services.batches.cancel(caller, asked.batch_id)
+    node.gate.set()
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert 0 < batch.made < 20
+    assert {item.error["code"] for item in items if item.error} == {"batch_cancelled"}
+    again = await services.batches.cancel(caller, asked.batch_id)
+    assert again == batch
+
+
+async def test_items_wait_only_as_long_as_was_said(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    node.gate = asyncio.Event()
+    asked = await services.batches.create(caller, many(50, wait_s=1), key=None)
+    await node.admitted.wait()
+    await asyncio.sleep(1.1)
+    services.batches._queue.wake()
+    await asyncio.sleep(0.2)
+    node.gate.set()
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    codes = [item.error["code"] for item in items if item.error]
+    assert 0 < batch.made < 50 and set(codes) == {"start_timeout"}
+
+
+async def test_a_node_that_is_full_is_an_error_of_each(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    node.fail_with = NodeFull("full")
+    asked = await services.batches.create(caller, many(20), key=None)
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.failed == 20
+    assert all(i.error and i.error["fault"] == "capacity" and i.error["retryable"] for i in items)
+
+
+async def test_an_answer_that_is_lost_makes_no_second(
+    services: Services, node: FakeNode, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "UNKNOWN_RETRY_S", (0.05,) * 20)
+    node.fail_after = NodeUnavailable("broken pipe")
+    asked = await services.batches.create(caller, many(10), key=None)
+    await asyncio.sleep(0.2)
+    node.fail_after = None
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.made == node.created == 10
+
+
+async def test_what_is_given_up_does_not_live_on(
+    services: Services, node: FakeNode, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "UNKNOWN_RETRY_S", (0.01, 0.01))
+    node.fail_after = NodeUnavailable("broken pipe")
+    asked = await services.batches.create(caller, many(5), key=None)
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    assert batch.failed == 5
+    node.fail_after = None
+    await services.watcher.reconcile()
+    check(batch, items, node)
+
+
+async def test_a_store_that_is_down_for_a_while(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    node.gate = asyncio.Event()
+    asked = await services.batches.create(caller, many(60), key=None)
+    await node.admitted.wait()
+    with broken_store(services):
+        node.gate.set()
+        await asyncio.sleep(1.2)
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.made == 60
+
+
+async def test_a_killed_server_goes_on_after_its_restart(
+    config: Config, node: FakeNode, services: Services, caller: Caller
+) -> None:
+    node.gate = asyncio.Event()
+    asked = await services.batches.create(caller, many(40), key="k")
+    await node.admitted.wait()
+    await crash(services)
+    node.gate.set()
+    again = await Services.start(config, node)
+    try:
+        caller = await first_caller(again)
+        same = await again.batches.create(caller, many(40), key="k")
+        assert same.batch_id == asked.batch_id
+        batch, items = await outcomes(again, caller, asked.batch_id)
+        check(batch, items, node)
+        assert batch.made == node.created == 40
+    finally:
+        await again.stop()
+
+
+async def test_a_reader_goes_on_where_it_was(services: Services, caller: Caller) -> None:
+    asked = await services.batches.create(caller, many(30), key=None)
+    _, items = await outcomes(services, caller, asked.batch_id)
+    rest = []
+    async for news in services.batches.watch(caller, asked.batch_id, after=12):
+        rest += [item for item, _ in news.outcomes]
+    assert rest == items[12:]
+
+
+async def test_a_small_batch_does_not_wait_for_a_large_one(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    """Within a project, too."""
+    large = await services.batches.create(caller, many(400), key=None)
+    small = await services.batches.create(caller, many(5), key=None)
+    await outcomes(services, caller, small.batch_id)
+    assert (await services.batches.get(caller, large.batch_id)).outcomes < 100
+    batch, _ = await outcomes(services, caller, large.batch_id)
+    assert batch.made == 400
+    assert not [s for s in node.statuses.values() if s.state in TERMINAL]
