@@ -17,6 +17,7 @@ _LISTS = (
     "insecure_registries",
     "image_import_dirs",
     "lazy_sources",
+    "image_registries",
 )
 
 _TABLES = ("registry_mirrors",)
@@ -126,6 +127,16 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     node_lost_after_s: float = 600.0
     """What ran on a node that cannot be reached for so long counts as lost: its records end, so
     that callers make others. If the node comes back, it ends them too. Paused sandboxes stay."""
+
+    # Function calls
+    function_workers_max: int = 64
+    """Workers of all function pools together. Projects that want more share them fairly."""
+
+    audit_reads: bool = False
+    """Calls that only read are in the audit log too. Those that are refused always are."""
+    image_registries: tuple[str, ...] = ()
+    """Registries (host[:port]) that projects may pull from and push to; ``*.`` stands for any
+    name before it. Empty: all. The installation's own project is not bound."""
 
     # Builds of templates
     build_backend: Literal["container", "microvm"] = "container"

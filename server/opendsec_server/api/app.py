@@ -11,10 +11,11 @@ from opendsec_server.contract.limits import API_BODY_BYTES_MAX
 from opendsec_server.control.services import Services
 
 from . import ops, uploads
+from .audited import Audited
 from .auth import require_key
 from .e2b import handlers as e2b
 from .errors import handle_error
-from .native import account, builds, consoles, images, sandboxes, states, templates
+from .native import account, builds, consoles, functions, images, sandboxes, states, templates
 from .native.openapi import document_handler
 from .observe import Observed
 
@@ -30,6 +31,7 @@ def build_api_app(services: Services) -> ASGIApp:
         *images.HANDLERS,
         *templates.HANDLERS,
         *builds.HANDLERS,
+        *functions.HANDLERS,
         *account.HANDLERS,
     ]
     app = Litestar(
@@ -47,4 +49,5 @@ def build_api_app(services: Services) -> ASGIApp:
         request_max_body_size=API_BODY_BYTES_MAX,
         state=State({"services": services}, deep_copy=False),
     )
-    return Observed(app, services.metrics)
+    audited = Audited(app, services.audit, reads=services.config.audit_reads)
+    return Observed(audited, services.metrics)

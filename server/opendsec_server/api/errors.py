@@ -30,7 +30,7 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.contract.limits import API_BODY_BYTES_MAX
 
-from .http import Request, answer, services_of
+from .http import ERROR_CODE_KEY, Request, answer, services_of
 from .paths import is_native
 
 log = structlog.get_logger(__name__)
@@ -55,6 +55,7 @@ def handle_error(request: Request, exc: Exception) -> Response[bytes]:
     """Answer any exception. Nothing leaves without code, message and fault."""
     error = _as_error(exc)
     services = services_of(request)
+    request.scope[ERROR_CODE_KEY] = error.code  # type: ignore[literal-required]
     services.metrics.errors.labels(error.code, error.fault).inc()
     if isinstance(error, Internal):
         log.error("request failed", exc_info=exc)

@@ -23,6 +23,10 @@ from opendsec_server.control.services import Services
 T = TypeVar("T")
 Request = LitestarRequest[Any, Any, Any]
 CALLER_KEY = "opendsec.caller"
+GUARDED_KEY = "opendsec.guarded"
+"""Set in the scope of a request to a path that needs a key."""
+ERROR_CODE_KEY = "opendsec.error_code"
+AUDIT_OBJECT_KEY = "opendsec.audit_object"
 SHOWN_CHARS_MAX = 64
 CURSOR_CHARS_MAX = 200
 
@@ -40,6 +44,11 @@ def caller_of(request: Request) -> Caller:
     """Who makes this request; set by the guard."""
     caller: Caller = request.scope[CALLER_KEY]  # type: ignore[literal-required]
     return caller
+
+
+def about(request: Request, name: str) -> None:
+    """What a call was about, for the audit log: what it made, where its path does not say."""
+    request.scope[AUDIT_OBJECT_KEY] = name  # type: ignore[literal-required]
 
 
 def answer(

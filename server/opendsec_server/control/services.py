@@ -12,12 +12,13 @@ from opendsec_server.contract.node import NodeClient
 from opendsec_server.store import sandboxes
 from opendsec_server.store.store import Store
 
+from .audit import AUDIT_HEAD_FILE, Audit
 from .backends import Backends
 from .batches import Batches, seat_of
 from .builds.service import Builds
 from .creates import Creates
 from .functions.service import Functions
-from .iam import Iam
+from .iam import Iam, Principals, Projects, Tokens
 from .images import Images
 from .invalidations import Invalidations
 from .ledger import Ledger
@@ -62,6 +63,12 @@ class Services:
         self.closing = asyncio.Event()
         """Set when the server begins to stop: answers that would go on for long end."""
         self.iam = Iam(store)
+        self.projects = Projects(store, self.iam)
+        self.principals = Principals(store, self.iam, self.projects)
+        self.tokens = Tokens(store, self.iam, self.projects)
+        self.audit = Audit(
+            store, self.iam, mint.audit_secret(), config.state_path / AUDIT_HEAD_FILE
+        )
         self.templates = Templates(store)
         self.snapshots = Snapshots(store, node, self.templates)
         self.backends = Backends(config, fleet)
@@ -127,9 +134,7 @@ class Services:
         self.tasks = Tasks(store, node, operations)
         self.task_keeper = TaskKeeper(store, self.tasks, operations)
         self.packing = Packing(node, self.lifecycle, self.metrics)
-        self.functions = Functions(
-            config=config, store=store, node=node, creates=self.creates
-        )
+        self.functions = Functions(config=config, store=store, node=node, creates=self.creates)
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(
             store=store,
@@ -185,6 +190,7 @@ class Services:
             await fleet.stop()
             await store.close()
             raise
+        services.audit.start()
         return services
 
     async def stop(self) -> None:
@@ -203,6 +209,7 @@ class Services:
         await self.snapshots.stop()
         await self.watcher.stop()
         await self.fleet.stop()
+        await self.audit.stop()
         await self.store.close()
 
     async def not_ready(self) -> list[str]:

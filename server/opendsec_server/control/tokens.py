@@ -36,6 +36,10 @@ class TokenMint:
         """Lets one archive be sent to a project, until ``expires`` (Unix seconds)."""
         return self._derive("upload", f"{project_id}:{files_hash}:{expires}")
 
+    def audit_secret(self) -> bytes:
+        """What entries of the audit log are signed with."""
+        return self._derive("audit", "log").encode()
+
     def _derive(self, purpose: str, name: str) -> str:
         return hmac.new(self._secret, f"{purpose}:{name}".encode(), hashlib.sha256).hexdigest()
 

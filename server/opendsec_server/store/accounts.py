@@ -11,7 +11,7 @@ from opendsec_server.contract.errors import Conflict
 from .packing import struct_of
 from .records import ApiKey, Project, Template
 from .store import Store
-from .tables import API_KEYS, PROJECTS, SANDBOXES, TEMPLATES
+from .tables import API_KEYS, PROJECT_LINES, PROJECTS, SANDBOXES, TEMPLATES
 
 
 async def any_key(store: Store) -> bool:
@@ -32,6 +32,29 @@ async def first_project_id(store: Store) -> str | None:
             PROJECTS.c.created_at, PROJECTS.c.project_id
         )
         return connection.execute(query.limit(1)).scalar()
+
+    return await store.read(work)
+
+
+async def get_project(store: Store, project_id: str) -> Project | None:
+    """One project, also a closed one."""
+
+    def work(connection: sa.Connection) -> Project | None:
+        query = sa.select(PROJECTS).where(PROJECTS.c.project_id == project_id)
+        row = connection.execute(query).mappings().first()
+        return None if row is None else struct_of(row, Project)
+
+    return await store.read(work)
+
+
+async def line_of(store: Store, project_id: str) -> frozenset[str]:
+    """A project and those above it. Empty: there is no such project."""
+
+    def work(connection: sa.Connection) -> frozenset[str]:
+        query = sa.select(PROJECT_LINES.c.ancestor_id).where(
+            PROJECT_LINES.c.project_id == project_id
+        )
+        return frozenset(connection.execute(query).scalars())
 
     return await store.read(work)
 

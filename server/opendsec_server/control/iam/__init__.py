@@ -2,7 +2,10 @@
 """Who may do what: projects that nest, principals, roles, keys and tokens."""
 
 from .caller import Caller
+from .principals import Principals
+from .projects import Projects
 from .rights import Right
 from .service import Iam
+from .tokens import Tokens
 
-__all__ = ["Caller", "Iam", "Right"]
+__all__ = ["Caller", "Iam", "Principals", "Projects", "Right", "Tokens"]

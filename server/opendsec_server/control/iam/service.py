@@ -122,7 +122,9 @@ class Iam:
 
         Raises:
             InvalidRequest: the name is empty, too long, or has NUL.
+            Forbidden: the caller came with a token, which ends; a key does not.
         """
+        refuse_token(caller)
         check_text("name", name, limits.NAME_CHARS_MAX)
         secret = _new_key()
         key = _key_record(caller.project_id, name, secret)
@@ -176,6 +178,19 @@ class Iam:
             self._store, project, _key_record(project.project_id, "first", secret)
         )
         log.info("first api key made", file=str(key_file), project=project.project_id)
+
+
+def refuse_token(caller: Caller) -> None:
+    """Go on only with a key.
+
+    Raises:
+        Forbidden: the caller came with a token.
+    """
+    if caller.token_id is not None:
+        raise Forbidden(
+            "a token cannot make keys, which do not end as it does",
+            remediation="Use a key, or make a token.",
+        )
 
 
 def new_key(project_id: str, name: str, *, principal_id: str | None = None) -> tuple[ApiKey, str]:
