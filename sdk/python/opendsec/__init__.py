@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ._async._files import AsyncFiles, AsyncFileStream, AsyncWatch
     from ._async._images import AsyncImages
     from ._async._process import AsyncProcess, AsyncPty
+    from ._async._rollout import AsyncRollout
     from ._async._sandbox import AsyncSandbox
     from ._async._snapshots import AsyncSnapshots
     from ._async._templates import AsyncTemplates
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         AgentUnresponsive,
         AlreadyExists,
         AlreadyPaused,
+        ArtifactsRefused,
         BadResponse,
         BuildFailed,
         BuildNotFound,
@@ -135,7 +137,9 @@ if TYPE_CHECKING:
     from ._sync._client import Client
     from ._sync._files import Files, FileStream, Watch
     from ._sync._images import Images
+    from ._rollout_models import RolloutOutcome, Verifier
     from ._sync._process import Process, Pty
+    from ._sync._rollout import Rollout
     from ._sync._sandbox import Sandbox
     from ._sync._snapshots import Snapshots
     from ._sync._templates import Templates
@@ -146,6 +150,7 @@ __all__ = [
     "AlreadyPaused",
     "ApiKey",
     "ApiKeys",
+    "ArtifactsRefused",
     "AsyncApiKeys",
     "AsyncClient",
     "AsyncFileStream",
@@ -153,6 +158,7 @@ __all__ = [
     "AsyncImages",
     "AsyncProcess",
     "AsyncPty",
+    "AsyncRollout",
     "AsyncSandbox",
     "AsyncSnapshots",
     "AsyncTemplates",
@@ -233,6 +239,8 @@ __all__ = [
     "RegistryLimited",
     "RegistryUnavailable",
     "ResumeFailed",
+    "Rollout",
+    "RolloutOutcome",
     "Sandbox",
     "SandboxInfo",
     "SandboxNotFound",
@@ -256,6 +264,7 @@ __all__ = [
     "Transition",
     "Unauthenticated",
     "UserError",
+    "Verifier",
     "VmDisk",
     "VmOptions",
     "WaitTimeout",
@@ -270,6 +279,7 @@ _HOMES = {
     "._async._client": ("AsyncClient",),
     "._async._files": ("AsyncFiles", "AsyncFileStream", "AsyncWatch"),
     "._async._process": ("AsyncProcess", "AsyncPty"),
+    "._async._rollout": ("AsyncRollout",),
     "._async._sandbox": ("AsyncSandbox",),
     "._async._images": ("AsyncImages",),
     "._async._snapshots": ("AsyncSnapshots",),
@@ -278,6 +288,8 @@ _HOMES = {
     "._sync._client": ("Client",),
     "._sync._files": ("Files", "FileStream", "Watch"),
     "._sync._process": ("Process", "Pty"),
+    "._rollout_models": ("RolloutOutcome", "Verifier"),
+    "._sync._rollout": ("Rollout",),
     "._sync._sandbox": ("Sandbox",),
     "._sync._images": ("Images",),
     "._sync._snapshots": ("Snapshots",),

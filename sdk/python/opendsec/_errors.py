@@ -49,6 +49,7 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   ├── DiskFull                    local
     │   ├── PortNotOpen                 local
     │   ├── WaitTimeout                 local
+    │   ├── ArtifactsRefused            local
     │   ├── CommandFailed               local
     │   └── CommandTimeout              local
     ├── CapacityError        fault=capacity  try later or elsewhere (retryable)
@@ -483,6 +484,13 @@ class WaitTimeout(UserError):
 
     code = "wait_timeout"
     default_remediation = "Wait longer, or find out why it does not happen."
+
+
+class ArtifactsRefused(UserError):
+    """What an agent left cannot be taken into a verifier's sandbox. The agent's own failure."""
+
+    code = "artifacts_refused"
+    default_remediation = "Look at what the agent made of the paths that the verifier takes."
 
 
 class CommandFailed(UserError):
