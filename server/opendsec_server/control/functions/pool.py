@@ -68,10 +68,15 @@ class Pool:
         return len(self.idle) + len(self.busy) + self.starting
 
     @property
+    def running(self) -> int:
+        """Calls that run. A worker that cleans up after one is free in a moment."""
+        return sum(not job.over for job in self.busy.values())
+
+    @property
     def wanted(self) -> int:
         """How many workers it could use now."""
         spec = self.record.spec
-        return min(spec.workers_max, max(spec.workers_min, len(self.lanes) + len(self.busy)))
+        return min(spec.workers_max, max(spec.workers_min, len(self.lanes) + self.running))
 
     def start_failed(self, error: OpendsecError) -> bool:
         """Note that a worker could not be made. True: what waits must fail with it."""

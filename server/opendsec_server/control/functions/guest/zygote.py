@@ -26,7 +26,7 @@ import sys
 import traceback
 import types
 import warnings
-from typing import Any
+from typing import Any, TextIO
 
 SIZES = struct.Struct("!II")
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 4, 38, 36
@@ -37,7 +37,14 @@ EXACT = 1 << 53
 RESULT, PAYLOAD = 3, 4
 EXIT_BROKEN = 70
 
-libc = ctypes.CDLL(None, use_errno=True)
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def prctl(option: int, value: int) -> None:
+    """See prctl(2). Its arguments are longs, whatever C makes of Python's integers."""
+    zero = ctypes.c_ulong(0)
+    if _prctl(option, ctypes.c_ulong(value), zero, zero, zero) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 # --- values -----------------------------------------------------------------
@@ -143,10 +150,9 @@ def become(call: dict[str, Any], fds: list[int]) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        os._exit(EXIT_BROKEN)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
     # So that it can look at itself (/proc/self/fd); nobody else has its user.
-    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    prctl(PR_SET_DUMPABLE, 1)
     os.umask(0o022)
     os.chdir(call["place"])
     os.environ.update(
@@ -155,13 +161,16 @@ def become(call: dict[str, Any], fds: list[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(  # type: ignore[union-attr]
-            encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=False
-        )
+    # New ones: what the zygote's know of their files is not true of these.
+    sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed()  # Else every call would draw the same.
+
+
+def text_stream(fd: int) -> TextIO:
+    return open(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def limit(which: int, value: int) -> None:
@@ -311,6 +320,8 @@ def run_call(call: dict[str, Any], fds: list[int]) -> None:
     try:
         become(call, fds)
     except BaseException:
+        with contextlib.suppress(BaseException):
+            os.write(2, traceback.format_exc().encode())
         os._exit(EXIT_BROKEN)
     try:
         found = outcome()
@@ -406,7 +417,7 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     sys.argv = [""]
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     _message, fds = take(sock)
     try:
         with os.fdopen(fds[0], "rb") as file:
