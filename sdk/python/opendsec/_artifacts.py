@@ -70,6 +70,8 @@ def _copy(archive: IO[bytes], result: IO[bytes], name: str, bytes_max: int) -> N
                 clean.type, clean.mode = tarfile.DIRTYPE, 0o755
                 target.addfile(clean)
             elif member.issym():
+                if path == name:
+                    raise ArtifactsRefused(f"{name} is a link.")
                 clean.type, clean.linkname = tarfile.SYMTYPE, member.linkname
                 target.addfile(clean)
             elif member.isreg() or member.islnk():

@@ -23,8 +23,8 @@ class Verifier:
     """How the work of an agent is looked at, where the agent cannot reach.
 
     It runs in a sandbox of its own, made from what the setup left, after the agent's has ended.
-    Only the paths in ``take`` come over: as plain files, directories and links. ``files`` were never
-    in the agent's sandbox.
+    Only the paths in ``take`` come over: as plain files, directories and links. ``files`` were
+    never in the agent's sandbox.
 
     Attributes:
         command: A line for ``bash -l -c``, or a program with its arguments.
@@ -85,8 +85,8 @@ class RolloutOutcome(Generic[T]):
         """Whether the agent's work is right. None: that is not known, and must not be scored.
 
         It is not known if the platform failed or had no room, or if the setup or the verifier
-        cannot work, which is not the agent's. What the agent left that cannot be taken, or that lets
-        the verifier's command run out of time, is the agent's failure.
+        cannot work, which is not the agent's. What the agent left that cannot be taken, or that
+        lets the verifier's command run out of time, is the agent's failure.
         """
         if self.verified is not None:
             return self.verified.ok

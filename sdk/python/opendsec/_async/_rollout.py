@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout in one call: setup with a network, the agent without, and a verifier it cannot reach."""
+"""A rollout in one call: setup with a network, agent without, a verifier that it cannot reach."""
 
 from __future__ import annotations
 

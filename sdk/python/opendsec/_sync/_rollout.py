@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Generated from _async/_rollout.py by scripts/generate_sync.py. Do not edit.
 # ruff: noqa: RUF100, SIM117, UP028
-"""A rollout in one call: setup with a network, the agent without, and a verifier it cannot reach."""
+"""A rollout in one call: setup with a network, agent without, a verifier that it cannot reach."""
 
 from __future__ import annotations
 

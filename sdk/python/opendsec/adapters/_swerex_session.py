@@ -9,6 +9,7 @@ that check is made in the sandbox, and nothing of the command is ever given to a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
 import time
@@ -206,7 +207,10 @@ class SandboxSession(BashSession):  # type: ignore[misc]
             line = " ; ".join(_split_bash_command(action.command))
         except Exception as exc:  # The parser fails in many ways on what bash takes.
             self.logger.debug("bashlex cannot split the command: %s", exc)
-            line += f"\nTMPEXITCODE=$? ; sleep 0.1; echo -n '{self._UNIQUE_STRING}' ; (exit $TMPEXITCODE)"
+            line += (
+                f"\nTMPEXITCODE=$? ; sleep 0.1; echo -n '{self._UNIQUE_STRING}' ; "
+                "(exit $TMPEXITCODE)"
+            )
             wanted = [self._UNIQUE_STRING]
         self.shell.sendline(line)
         try:
@@ -286,10 +290,8 @@ async def blocking(work: Callable[[], T]) -> T:
             finish, value = done.set_exception, exc
         else:
             finish, value = done.set_result, result
-        try:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
             loop.call_soon_threadsafe(settle, finish, value)
-        except RuntimeError:
-            pass  # The loop is closed: nobody waits.
 
     threading.Thread(target=run, name="swerex-session", daemon=True).start()
     return await done

@@ -6,8 +6,8 @@
     harbor run --dataset terminal-bench@2.0 --agent ... \\
         --environment-import-path opendsec.adapters.harbor:OpendsecEnvironment
 
-A task's Dockerfile is built on the server, once for its content; a task's ``docker_image`` is pulled
-there. Network modes of a task's phases are enforced outside of the sandbox, and change while it
+A task's Dockerfile is built on the server, once for its content; a task's ``docker_image`` is
+pulled there. Network modes of a task's phases are enforced outside of the sandbox, and change while it
 runs. A task with a verifier environment of its own gets a second sandbox for it, which the agent
 never reaches. Compose files are not supported, and refused.
 """

@@ -208,9 +208,12 @@ class OpendsecRuntime(AbstractRuntime):  # type: ignore[misc]
         """Copy a local file or directory; a directory's content goes into ``target_path``."""
         source = Path(request.source_path)
         files, user = self.sandbox.files, self._config.user
-        if source.is_dir():
+        children = await asyncio.to_thread(
+            lambda: sorted(source.iterdir()) if source.is_dir() else None
+        )
+        if children is not None:
             await files.make_dir(request.target_path, exist_ok=True, user=user)
-            for child in sorted(source.iterdir()):
+            for child in children:
                 await files.upload(child, request.target_path.rstrip("/") + "/", user=user)
         else:
             await _local_errors(files.upload(source, request.target_path, user=user))
