@@ -36,6 +36,7 @@ from .tasks.operations import Operations
 from .tasks.work import Work
 from .templates import BASE_TEMPLATE, TemplateDefinition, Templates
 from .tokens import TokenMint, load_secret
+from .trajectories import Trajectories
 from .watch import Watcher
 
 ReadyCheck = Callable[[], Awaitable[None]]
@@ -134,6 +135,9 @@ class Services:
         self.tasks = Tasks(store, node, operations)
         self.task_keeper = TaskKeeper(store, self.tasks, operations)
         self.packing = Packing(node, self.lifecycle, self.metrics)
+        self.trajectories = Trajectories(
+            store=store, node=node, lifecycle=self.lifecycle, saving=self.saving
+        )
         self.functions = Functions(config=config, store=store, node=node, creates=self.creates)
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)
         self.watcher = Watcher(
@@ -185,6 +189,7 @@ class Services:
             await services.batches.start()
             await services.functions.start()
             await services.watcher.start()
+            await services.trajectories.start()
             await services.task_keeper.start()
         except BaseException:
             await fleet.stop()
@@ -200,6 +205,7 @@ class Services:
         await self.functions.stop()
         await self.batches.stop()
         await self.task_keeper.stop()
+        await self.trajectories.stop()
         await self.builds.stop()
         await self.saving.stop()
         await self.packing.stop()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import posixpath
 import tarfile
@@ -13,11 +14,21 @@ from typing import Any
 
 import msgspec
 
+from opendsec_server.contract.actions import (
+    KeptOutput,
+    KeptProgram,
+    KeptState,
+    ProgramOrder,
+)
 from opendsec_server.contract.errors import (
+    AgentUnresponsive,
     AlreadyPaused,
+    Conflict,
+    FileNotThere,
     InvalidRequest,
     NotSupported,
     OpendsecError,
+    PayloadTooLarge,
     SandboxNotFound,
     SnapshotNotFound,
     StateConflict,
@@ -126,6 +137,18 @@ class FakeNode:
         self.gate: asyncio.Event | None = None
         """Creates wait here after admission."""
         self.admitted = asyncio.Event()
+        self.begun: list[str] = []
+        """Tags of programs that really began."""
+        self.kept_programs: dict[tuple[str, str], tuple[KeptProgram, asyncio.Event]] = {}
+        self.void_tags: set[tuple[str, str]] = set()
+        self.instances: dict[str, str] = {}
+        self.oom_kills: dict[str, int] = {}
+        self.kept_gate: asyncio.Event | None = None
+        """Kept programs wait here before their end."""
+        self.delay_starts = False
+        """Starts of kept programs arrive when ``deliver`` is called, and their answer is lost."""
+        self.delayed: list[tuple[str, str, ProgramOrder]] = []
+        self._kept_work: set[asyncio.Task[None]] = set()
         self.between: Callable[[str], Awaitable[None]] | None = None
         """Awaited half-way through every pause, resume and snapshot."""
         self._children = 0
@@ -396,6 +419,146 @@ class FakeNode:
             yield event
         if ended.is_set():
             raise SandboxNotFound(f"{sandbox_id} has ended")
+
+    async def start_kept(self, sandbox_id: str, tag: str, order: ProgramOrder) -> None:
+        self._reach()
+        self._must_be(sandbox_id, State.RUNNING)
+        if "start_kept" in self.fail:
+            raise self.fail["start_kept"]
+        if self.delay_starts:
+            # The request is on its way, and its sender has lost sight of it.
+            self.delayed.append((sandbox_id, tag, order))
+            raise AgentUnresponsive("no answer in time")
+        self._begin_kept(sandbox_id, tag, order)
+        self._answer("start_kept")
+
+    def deliver(self) -> None:
+        """What was on its way to guest agents arrives."""
+        for sandbox_id, tag, order in self.delayed:
+            with contextlib.suppress(OpendsecError):
+                self._must_be(sandbox_id, State.RUNNING)
+                self._begin_kept(sandbox_id, tag, order)
+        self.delayed.clear()
+
+    def _begin_kept(self, sandbox_id: str, tag: str, order: ProgramOrder) -> None:
+        place = (sandbox_id, tag)
+        if order.argv[0] == "/missing":
+            raise InvalidRequest("no such program")
+        if place in self.kept_programs or place in self.void_tags:
+            raise Conflict("the tag was used before")
+        self.begun.append(tag)
+        over = asyncio.Event()
+        self.kept_programs[place] = (self._kept(sandbox_id, "running"), over)
+        work = asyncio.create_task(self._run_kept(place, order, over))
+        self._kept_work.add(work)
+        work.add_done_callback(self._kept_work.discard)
+
+    async def _run_kept(
+        self, place: tuple[str, str], order: ProgramOrder, over: asyncio.Event
+    ) -> None:
+        sandbox_id, _ = place
+        spec, ended = self.specs[sandbox_id], self.ended.setdefault(sandbox_id, asyncio.Event())
+        output: dict[str, bytes] = {"stdout": b"", "stderr": b""}
+        end = ExecEvent(kind="end", exit_code=0)
+        async for event in fake_programs.run(
+            order.argv[-1],
+            self.contents[sandbox_id].disk,
+            user=order.user or spec.default_user,
+            workdir=order.workdir,
+            env={**spec.env, **order.env},
+            ended=ended,
+        ):
+            if event.kind == "end":
+                end = event
+            else:
+                output[event.kind] += event.data
+        if self.kept_gate is not None:
+            await self.kept_gate.wait()
+        kept = {
+            name: KeptOutput(head=text[: order.output_bytes], bytes_total=len(text))
+            for name, text in output.items()
+        }
+        program = self._kept(
+            sandbox_id,
+            "ended",
+            exit_code=end.exit_code,
+            signal=end.signal,
+            stdout=kept["stdout"],
+            stderr=kept["stderr"],
+        )
+        if place in self.kept_programs:
+            self.kept_programs[place] = (program, over)
+        over.set()
+
+    def _kept(self, sandbox_id: str, state: KeptState, **told: Any) -> KeptProgram:
+        instance = self.instances.get(sandbox_id, "first")
+        return KeptProgram(
+            state=state, instance=instance, oom_total=self.oom_kills.get(sandbox_id, 0), **told
+        )
+
+    async def kept(
+        self, sandbox_id: str, tag: str, *, wait_s: float = 0.0, void: bool = False
+    ) -> KeptProgram:
+        self._reach()
+        self._must_be(sandbox_id, State.RUNNING)
+        if "kept" in self.fail:
+            raise self.fail["kept"]
+        place = (sandbox_id, tag)
+        if place in self.kept_programs:
+            program, over = self.kept_programs[place]
+            ended = self.ended.setdefault(sandbox_id, asyncio.Event())
+            waits = [asyncio.create_task(event.wait()) for event in (over, ended)]
+            await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            self._must_be(sandbox_id, State.RUNNING)
+            if place in self.kept_programs:
+                program, _ = self.kept_programs[place]
+                # As it is now: kills are counted to this moment.
+                return msgspec.structs.replace(program, oom_total=self.oom_kills.get(sandbox_id, 0))
+        if place in self.void_tags:
+            return self._kept(sandbox_id, "void")
+        if void:
+            self.void_tags.add(place)
+        return self._kept(sandbox_id, "missing")
+
+    async def forget_kept(self, sandbox_id: str, tag: str) -> None:
+        self._reach()
+        self._must_be(sandbox_id, State.RUNNING)
+        if self.kept_programs.pop((sandbox_id, tag), None) is not None:
+            self.void_tags.add((sandbox_id, tag))
+
+    def new_agent(self, sandbox_id: str) -> None:
+        """Its guest agent is another one, which knows nothing of what the first was told."""
+        self.instances[sandbox_id] = f"{self.instances.get(sandbox_id, 'first')}+"
+        for place in [place for place in self.kept_programs if place[0] == sandbox_id]:
+            del self.kept_programs[place]
+        self.void_tags = {place for place in self.void_tags if place[0] != sandbox_id}
+
+    async def write_file(
+        self, sandbox_id: str, path: str, data: bytes, *, user: str | None = None
+    ) -> None:
+        self._reach()
+        self._must_be(sandbox_id, State.RUNNING)
+        if "write_file" in self.fail:
+            raise self.fail["write_file"]
+        self.contents[sandbox_id].disk[path] = data.decode(errors="surrogateescape")
+        self._answer("write_file")
+
+    async def read_file(
+        self, sandbox_id: str, path: str, *, user: str | None = None, bytes_max: int
+    ) -> bytes:
+        self._reach()
+        self._must_be(sandbox_id, State.RUNNING)
+        if "read_file" in self.fail:
+            raise self.fail["read_file"]
+        text = self.contents[sandbox_id].disk.get(path)
+        if text is None:
+            raise FileNotThere(f"no file {path}")
+        data = text.encode(errors="surrogateescape")
+        if len(data) > bytes_max:
+            raise PayloadTooLarge(f"more than {bytes_max} bytes")
+        return data
 
     async def unpack(
         self,

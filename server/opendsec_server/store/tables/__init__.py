@@ -22,8 +22,10 @@ from .sandboxes import IDEMPOTENCY, SANDBOX_TRANSITIONS, SANDBOXES
 from .snapshots import SNAPSHOTS
 from .tasks import SANDBOX_USAGE, TASK_ITEMS, TASK_OPERATIONS, TASKS
 from .templates import BUILD_STEPS, TEMPLATE_BUILDS, TEMPLATE_TAGS, TEMPLATES
+from .trajectories import ACTIONS, TRAJECTORIES
 
 __all__ = [
+    "ACTIONS",
     "API_KEYS",
     "AUDIT",
     "BATCHES",
@@ -49,4 +51,5 @@ __all__ = [
     "TEMPLATE_BUILDS",
     "TEMPLATE_TAGS",
     "TOKENS",
+    "TRAJECTORIES",
 ]
