@@ -226,8 +226,17 @@ class Call:
             self.err = Gauge(err_r, self.head["stderr_max"])
             for fd in (self.feed, result_r, out_r, err_r):
                 os.set_blocking(fd, False)
-            self._watch(began + self.head["timeout_s"])
-            self._drain()
+            try:
+                self._watch(began + self.head["timeout_s"])
+                self._drain()
+            except Unclean:
+                # What came of the call is known all the same; the worker ends after it.
+                if self.killed is not None:
+                    self._tell(began, ooms)
+                raise
+        self._tell(began, ooms)
+
+    def _tell(self, began: float, ooms: int | None) -> None:
         seconds = time.monotonic() - began
         report = self.report or {}
         more = oom_kills()
