@@ -512,6 +512,8 @@ class FakeNode:
             for wait in waits:
                 wait.cancel()
             self._must_be(sandbox_id, State.RUNNING)
+            if "kept" in self.fail:
+                raise self.fail["kept"]
             if place in self.kept_programs:
                 program, _ = self.kept_programs[place]
                 # As it is now: kills are counted to this moment.
