@@ -125,6 +125,14 @@ class Tasks:
         )
         return msgspec.structs.replace(view, operation=newest[0] if newest else None)
 
+    async def check(self, caller: Caller, task_id: str) -> None:
+        """Whether there is such a task.
+
+        Raises:
+            TaskNotFound: not one of the caller's.
+        """
+        await self._task(caller, task_id)
+
     async def page(
         self,
         caller: Caller,

@@ -211,7 +211,7 @@ async def test_the_same_operation_is_joined_and_another_takes_its_place(
     node.between = None
     first, _ = await end_of(services, first)
     assert first.superseded_by == last.operation_id
-    last, items = await end_of(services, last)
+    last, _ = await end_of(services, last)
     assert (last.asked, last.done, last.failed) == (30, 30, 0)
     assert await counts(services, caller) == {"running": 30}
 
