@@ -15,7 +15,21 @@ from .audited import Audited
 from .auth import require_key
 from .e2b import handlers as e2b
 from .errors import handle_error
-from .native import account, builds, consoles, functions, images, sandboxes, states, templates
+from .native import (
+    account,
+    audit,
+    batches,
+    builds,
+    bulk,
+    consoles,
+    functions,
+    iam,
+    images,
+    sandboxes,
+    states,
+    tasks,
+    templates,
+)
 from .native.openapi import document_handler
 from .observe import Observed
 
@@ -26,13 +40,18 @@ def build_api_app(services: Services) -> ASGIApp:
     """The application for ``config.api_socket``."""
     native = [
         *sandboxes.HANDLERS,
+        *batches.HANDLERS,
+        *bulk.HANDLERS,
         *states.HANDLERS,
+        *tasks.HANDLERS,
         *consoles.HANDLERS,
         *images.HANDLERS,
         *templates.HANDLERS,
         *builds.HANDLERS,
         *functions.HANDLERS,
         *account.HANDLERS,
+        *iam.HANDLERS,
+        *audit.HANDLERS,
     ]
     app = Litestar(
         [

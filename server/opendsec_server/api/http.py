@@ -87,14 +87,14 @@ async def read_json(
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as exc:
-        raise InvalidRequest(_explain(str(exc), decoder.type)) from None
+        raise InvalidRequest(explain(str(exc), decoder.type)) from None
     except RecursionError:
         raise InvalidRequest("the JSON body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise InvalidRequest(f"the body is not valid JSON: {exc}") from None
 
 
-def _explain(text: str, kind: Any) -> str:
+def explain(text: str, kind: Any) -> str:
     """msgspec's message in our words: ``metadata.a: expected str, got int``."""
     text, _, place = text.partition(" - at ")
     place = place.strip("`").removeprefix("$").removeprefix(".")

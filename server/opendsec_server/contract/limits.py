@@ -53,6 +53,13 @@ BATCH_WAIT_S_DEFAULT = 3_600
 BATCH_WAIT_S_MAX = 24 * 3_600
 """How long an item of a batch may wait for its turn. Its time to start begins with the turn."""
 
+BULK_COMMAND_CHARS_MAX = 128 * 1_024
+BULK_EXEC_TIMEOUT_S_MAX = 24 * 3_600
+BULK_OUTPUT_BYTES_DEFAULT = 64 * 1_024
+BULK_OUTPUT_BYTES_MAX = 1_024 * 1_024
+BULK_CONCURRENCY_DEFAULT = 64
+BULK_CONCURRENCY_MAX = 1_024
+
 START_BUDGET_S = 30.0
 """From admission to the guest agent's first answer. After it: StartTimeout."""
 

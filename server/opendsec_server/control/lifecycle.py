@@ -153,11 +153,16 @@ class Lifecycle:
         record = await self.get(caller, sandbox_id)
         if record.terminal:
             return record, False
-        self._invalidations.publish(sandbox_id)
-        await self._ledger.apply([await self._end_on_node(record)])
+        await self._ledger.apply([await self.end_on_node(record)])
         return await self.get(caller, sandbox_id), True
 
-    async def _end_on_node(self, record: SandboxRecord) -> StateChange:
+    async def end_on_node(self, record: SandboxRecord) -> StateChange:
+        """End a sandbox on its node; what that means for its record.
+
+        Raises:
+            NodeUnavailable: it may still run.
+        """
+        self._invalidations.publish(record.sandbox_id)
         try:
             return await self._kill_on_node(record.sandbox_id)
         except SandboxNotFound:

@@ -87,7 +87,7 @@ def check_params(params: CreateParams) -> None:
         )
     check_timeout(params.timeout_s)
     check_map("metadata", params.metadata)
-    _check_env(params.env)
+    check_env(params.env)
     check_labels(params.labels)
     if params.task_id is not None:
         check_text("task_id", params.task_id, limits.TASK_ID_CHARS_MAX)
@@ -192,7 +192,12 @@ def check_map(field: str, values: dict[str, str]) -> None:
             )
 
 
-def _check_env(env: dict[str, str]) -> None:
+def check_env(env: dict[str, str]) -> None:
+    """Check variables of an environment.
+
+    Raises:
+        InvalidRequest: too many, too long in all, or one is not a variable.
+    """
     if len(env) > limits.ENV_KEYS_MAX:
         raise InvalidRequest(f"env: at most {limits.ENV_KEYS_MAX} variables")
     size_bytes = 0

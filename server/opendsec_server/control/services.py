@@ -16,6 +16,7 @@ from .audit import AUDIT_HEAD_FILE, Audit
 from .backends import Backends
 from .batches import Batches, seat_of
 from .builds.service import Builds
+from .bulk import Bulk
 from .creates import Creates
 from .functions.service import Functions
 from .iam import Iam, Principals, Projects, Tokens
@@ -110,6 +111,7 @@ class Services:
             invalidations=self.invalidations,
             metrics=self.metrics,
         )
+        self.bulk = Bulk(store=store, node=node, lifecycle=self.lifecycle, ledger=ledger)
         self.saving = Saving(
             store=store,
             node=node,
@@ -204,6 +206,7 @@ class Services:
         self.invalidations.close()
         await self.functions.stop()
         await self.batches.stop()
+        await self.bulk.stop()
         await self.task_keeper.stop()
         await self.trajectories.stop()
         await self.builds.stop()

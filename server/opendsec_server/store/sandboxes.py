@@ -115,9 +115,9 @@ async def list_sandboxes(store: Store, wanted: SandboxFilter) -> list[SandboxRec
         started = sa.func.coalesce(column.started_at, column.created_at)
         query = query.where(started >= wanted.started_after)
     for label in wanted.labels:
-        query = query.where(_contains(store, column.labels, list_entry(label)))
+        query = query.where(contains(store, column.labels, list_entry(label)))
     for key, value in wanted.metadata:
-        query = query.where(_contains(store, column.metadata, map_entry(key, value)))
+        query = query.where(contains(store, column.metadata, map_entry(key, value)))
     place = sa.tuple_(column.created_at, column.sandbox_id)
     if wanted.after is not None:
         last = sa.tuple_(sa.literal(wanted.after[0], sa.Double), sa.literal(wanted.after[1]))
@@ -134,7 +134,8 @@ async def list_sandboxes(store: Store, wanted: SandboxFilter) -> list[SandboxRec
     return await store.read(work)
 
 
-def _contains(store: Store, column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:
+def contains(store: Store, column: sa.ColumnElement[str], text: str) -> sa.ColumnElement[bool]:
+    """Whether a packed list or map holds an entry."""
     # LIKE would ignore case on SQLite.
     find = sa.func.instr if store.is_sqlite else sa.func.strpos
     return find(column, text) > 0

@@ -31,9 +31,15 @@ carries `X-Request-Id`.
 _TAGS = {
     "sandboxes": "Make, find, extend and end sandboxes.",
     "templates": "What sandboxes are made from.",
+    "tasks": "The caller's jobs: pause, resume, end and account for all sandboxes of one.",
     "snapshots": "Saved sandboxes, which others can start from.",
+    "batches": "Many sandboxes in one call.",
     "images": "Container images on the node, shared by all projects.",
     "project": "The caller's project and its API keys.",
+    "projects": "Projects that nest, with their limits and use.",
+    "principals": "People, services and agents, and what they may do where.",
+    "tokens": "Short-lived parts of what a caller may do.",
+    "audit": "Who did what, and how it went.",
     "server": "The server itself.",
 }
 _REF = "#/components/schemas/{name}"
