@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="import-not-found"
 """What the configurations of the adapters have in common. Needs pydantic, as each of them does."""
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ LIFE_S = 6 * 3600.0
 """How long a sandbox lives if the framework never ends it, because it was killed itself."""
 
 
-class SandboxOptions(BaseModel):
+class SandboxOptions(BaseModel, frozen=True):
     """How to make a sandbox; see ``AsyncClient.create`` for what each one means.
 
     There is no key in it: frameworks write their configuration into logs.

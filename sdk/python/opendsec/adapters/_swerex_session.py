@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="import-not-found, import-untyped"
 """SWE-ReX's bash session, with its shell on a terminal in a sandbox.
 
 SWE-ReX means its session to run inside of the sandbox: before each command it pastes the command
@@ -154,6 +155,8 @@ class Shell(SpawnBase):  # type: ignore[misc]
 class SandboxSession(BashSession):  # type: ignore[misc]
     """One shell. Its ``run`` blocks, as that of SWE-ReX does: see ``blocking``."""
 
+    _shell: Shell | None
+
     def __init__(
         self,
         request: CreateBashSessionRequest,
@@ -284,12 +287,12 @@ async def blocking(work: Callable[[], T]) -> T:
             set_it(value)
 
     def run() -> None:
+        finish: Callable[[Any], None] = done.set_result
+        value: Any
         try:
-            result = work()
+            value = work()
         except BaseException as exc:
             finish, value = done.set_exception, exc
-        else:
-            finish, value = done.set_result, result
         with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
             loop.call_soon_threadsafe(settle, finish, value)
 

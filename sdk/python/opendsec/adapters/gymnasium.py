@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="import-not-found"
 """A small environment to begin with: a shell in a sandbox, in the manner of Gymnasium.
 
 ``AsyncShellEnv`` has Gymnasium's methods with ``await``: thousands of episodes wait side by side in
@@ -208,7 +209,7 @@ class ShellEnv(gymnasium.Env[Observation, str]):  # type: ignore[misc]
         arguments: Those of ``AsyncShellEnv``, but ``client``.
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012 - Gymnasium's interface
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's interface
 
     def __init__(self, render_mode: str | None = None, **arguments: Any) -> None:
         self.render_mode = render_mode

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="import-not-found"
 """An environment of Harbor, the harness of terminal-bench.
 
 ::
@@ -7,7 +8,7 @@
         --environment-import-path opendsec.adapters.harbor:OpendsecEnvironment
 
 A task's Dockerfile is built on the server, once for its content; a task's ``docker_image`` is
-pulled there. Network modes of a task's phases are enforced outside of the sandbox, and change while it
+pulled there. Network modes of a phase are enforced outside of the sandbox, and change while it
 runs. A task with a verifier environment of its own gets a second sandbox for it, which the agent
 never reaches. Compose files are not supported, and refused.
 """
@@ -170,7 +171,7 @@ class OpendsecEnvironment(BaseEnvironment):  # type: ignore[misc]
             await self.stop(delete=True)
             raise
 
-    async def _source(self, client: AsyncClient, force_build: bool) -> dict[str, str]:
+    async def _source(self, client: AsyncClient, force_build: bool) -> dict[str, Any]:
         """What the sandbox is made from."""
         if self.options.template is not None:
             return {"template": self.options.template}

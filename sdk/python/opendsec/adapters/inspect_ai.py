@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="import-not-found"
 """A sandbox provider of Inspect (``inspect_ai``), known to it as ``opendsec``.
 
 ::

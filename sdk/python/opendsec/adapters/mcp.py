@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="import-not-found"
 """A server of the Model Context Protocol: sandboxes as the tools of a model.
 
 ``opendsec mcp`` runs it on standard input and output, as MCP clients start their servers::

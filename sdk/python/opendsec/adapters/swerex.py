@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="import-not-found"
 """A deployment of SWE-ReX (``swe-rex``): its sessions, commands and files in a sandbox.
 
 ::
@@ -72,7 +73,7 @@ T = TypeVar("T")
 LABEL = "swerex"
 
 
-class OpendsecDeploymentConfig(SandboxOptions):
+class OpendsecDeploymentConfig(SandboxOptions, frozen=True):
     """Configuration of a deployment.
 
     Attributes:
