@@ -29,6 +29,7 @@ from .native import (
     states,
     tasks,
     templates,
+    trajectories,
 )
 from .native.openapi import document_handler
 from .observe import Observed
@@ -44,6 +45,7 @@ def build_api_app(services: Services) -> ASGIApp:
         *bulk.HANDLERS,
         *states.HANDLERS,
         *tasks.HANDLERS,
+        *trajectories.HANDLERS,
         *consoles.HANDLERS,
         *images.HANDLERS,
         *templates.HANDLERS,

@@ -34,6 +34,7 @@ _TAGS = {
     "tasks": "The caller's jobs: pause, resume, end and account for all sandboxes of one.",
     "snapshots": "Saved sandboxes, which others can start from.",
     "batches": "Many sandboxes in one call.",
+    "trajectories": "What is done in sandboxes: recorded before it runs, and never done twice.",
     "images": "Container images on the node, shared by all projects.",
     "project": "The caller's project and its API keys.",
     "projects": "Projects that nest, with their limits and use.",
