@@ -14,7 +14,8 @@ from opendsec_server.control.iam import Caller
 from opendsec_server.control.services import Services
 
 from .http import CALLER_KEY, GUARDED_KEY, segment
-from .rights import ANY_RIGHT, right_of
+from .native.documented import ANY_RIGHT
+from .rights import right_of
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 

@@ -13,8 +13,6 @@ from opendsec_server.control.iam import Right
 from .native.documented import OPERATION_KEY, Operation
 
 RIGHT_KEY = "right"
-ANY_RIGHT = ""
-"""Of a route that every key and token may ask."""
 _VERSION_RE = re.compile(r"v[0-9]+")
 _AREAS = {
     "project": "projects",

@@ -85,7 +85,7 @@ async def tree_below(
         )
         rows = connection.execute(query).all()
         width = len(PROJECTS.c)
-        names = list(PROJECTS.c.keys())
+        names = [str(name) for name in PROJECTS.c.keys()]
         projects = [
             msgspec.convert(dict(zip(names, row[:width], strict=True)), Project) for row in rows
         ]

@@ -7,7 +7,7 @@ from litestar import Response, get
 
 from opendsec_server.api.http import Request, no_content
 
-from . import builds, logs, not_yet, sandboxes, states, templates
+from . import builds, logs, not_yet, sandboxes, states, teams, templates
 
 
 @get("/health")
@@ -23,5 +23,6 @@ HANDLERS = [
     *logs.HANDLERS,
     *templates.HANDLERS,
     *builds.HANDLERS,
+    *teams.HANDLERS,
     *not_yet.HANDLERS,
 ]

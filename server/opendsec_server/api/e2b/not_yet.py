@@ -35,7 +35,6 @@ _LATER: dict[str, tuple[str, list[str]]] = {
     "/events/sandboxes/{sandbox_id:str}": ("reading events", ["GET"]),
     "/events/webhooks": ("using webhooks", ["GET", "POST"]),
     "/events/webhooks/{webhook_id:str}": ("using webhooks", ["GET", "PATCH", "DELETE"]),
-    "/teams": ("listing teams", ["GET"]),
     "/teams/{team_id:str}/metrics": ("reading a team's metrics", ["GET"]),
     "/teams/{team_id:str}/metrics/max": ("reading a team's metrics", ["GET"]),
     "/api-keys": ("managing keys by E2B's API", ["GET", "POST"]),

@@ -16,6 +16,7 @@ from opendsec_server.api.errors import MAY_HAVE_HAPPENED_KEY
 from opendsec_server.api.http import (
     Query,
     Request,
+    about,
     answer,
     caller_of,
     make_cursor,
@@ -69,6 +70,7 @@ async def _create(request: Request, timeout_s_default: int, *, v1: bool = False)
     services = services_of(request)
     params = convert.params_of(body, timeout_s_default=timeout_s_default)
     created = await services.creates.create(caller_of(request), params, key=key, join=False)
+    about(request, created.record.sandbox_id)
     return answer(convert.sandbox_of(services, created.record), 201)
 
 

@@ -10,6 +10,7 @@ from litestar.params import FromPath
 from opendsec_server import __version__
 from opendsec_server.api.http import (
     Request,
+    about,
     answer,
     caller_of,
     no_content,
@@ -122,6 +123,7 @@ async def list_keys(request: Request) -> Response[bytes]:
 async def create_key(request: Request) -> Response[bytes]:
     body = await read_json(request, _create_key)
     key, secret = await services_of(request).iam.create_key(caller_of(request), body.name)
+    about(request, key.key_id)
     shown = msgspec.structs.asdict(key_of(key))
     return answer(schemas.NewApiKey(**shown, key=secret), 201)
 

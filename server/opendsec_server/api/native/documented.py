@@ -20,6 +20,8 @@ from opendsec_server.contract.errors import (
 )
 
 OPERATION_KEY = "operation"
+ANY_RIGHT = ""
+"""Of an operation that every key and token may ask."""
 EVERYWHERE: tuple[type[OpendsecError], ...] = (Unauthenticated, StoreUnavailable, Internal)
 BODY: tuple[type[OpendsecError], ...] = (InvalidRequest, PayloadTooLarge)
 """Of every operation that takes a body."""

@@ -12,6 +12,7 @@ from litestar.params import FromPath
 from opendsec_server.api.http import (
     Query,
     Request,
+    about,
     answer,
     caller_of,
     make_cursor,
@@ -122,6 +123,7 @@ async def create_sandbox(request: Request) -> Response[bytes]:
     body = await read_json(request, _create)
     services = services_of(request)
     created = await services.creates.create(caller_of(request), params_of(body), key=key)
+    about(request, created.record.sandbox_id)
     headers = {"Idempotent-Replay": "true"} if created.replayed else None
     return answer(sandbox_of(services, created.record, tokens=True), 201, headers)
 
