@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ._async._rollout import AsyncRollout
     from ._async._sandbox import AsyncSandbox
     from ._async._snapshots import AsyncSnapshots
+    from ._async._tasks import AsyncTaskOperation, AsyncTasks
     from ._async._templates import AsyncTemplates
     from ._errors import (
         AgentUnresponsive,
@@ -95,6 +96,12 @@ if TYPE_CHECKING:
         StartTimeout,
         StateConflict,
         StoreUnavailable,
+        TaskBudgetReached,
+        TaskEnded,
+        TaskExists,
+        TaskNotFound,
+        TaskOperationNotFound,
+        TaskPaused,
         TemplateNotFound,
         Unauthenticated,
         UserError,
@@ -133,18 +140,29 @@ if TYPE_CHECKING:
         VmOptions,
         WatchEvent,
     )
+    from ._rollout_models import RolloutOutcome, Verifier
     from ._sync._account import ApiKeys
     from ._sync._client import Client
     from ._sync._files import Files, FileStream, Watch
     from ._sync._images import Images
-    from ._rollout_models import RolloutOutcome, Verifier
     from ._sync._process import Process, Pty
     from ._sync._rollout import Rollout
     from ._sync._sandbox import Sandbox
     from ._sync._snapshots import Snapshots
+    from ._sync._tasks import TaskOperation, Tasks
     from ._sync._templates import Templates
+    from ._task_models import (
+        KEEP,
+        TaskEnd,
+        TaskInfo,
+        TaskOperationInfo,
+        TaskOutcome,
+        TaskSandboxes,
+        TaskUsage,
+    )
 
 __all__ = [
+    "KEEP",
     "AgentUnresponsive",
     "AlreadyExists",
     "AlreadyPaused",
@@ -161,6 +179,8 @@ __all__ = [
     "AsyncRollout",
     "AsyncSandbox",
     "AsyncSnapshots",
+    "AsyncTaskOperation",
+    "AsyncTasks",
     "AsyncTemplates",
     "AsyncWatch",
     "BackendInfo",
@@ -256,6 +276,20 @@ __all__ = [
     "StartTimeout",
     "StateConflict",
     "StoreUnavailable",
+    "TaskBudgetReached",
+    "TaskEnd",
+    "TaskEnded",
+    "TaskExists",
+    "TaskInfo",
+    "TaskNotFound",
+    "TaskOperation",
+    "TaskOperationInfo",
+    "TaskOperationNotFound",
+    "TaskOutcome",
+    "TaskPaused",
+    "TaskSandboxes",
+    "TaskUsage",
+    "Tasks",
     "TemplateDetail",
     "TemplateInfo",
     "TemplateNotFound",
@@ -283,6 +317,7 @@ _HOMES = {
     "._async._sandbox": ("AsyncSandbox",),
     "._async._images": ("AsyncImages",),
     "._async._snapshots": ("AsyncSnapshots",),
+    "._async._tasks": ("AsyncTaskOperation", "AsyncTasks"),
     "._async._templates": ("AsyncTemplates",),
     "._sync._account": ("ApiKeys",),
     "._sync._client": ("Client",),
@@ -293,6 +328,16 @@ _HOMES = {
     "._sync._sandbox": ("Sandbox",),
     "._sync._images": ("Images",),
     "._sync._snapshots": ("Snapshots",),
+    "._sync._tasks": ("TaskOperation", "Tasks"),
+    "._task_models": (
+        "KEEP",
+        "TaskEnd",
+        "TaskInfo",
+        "TaskOperationInfo",
+        "TaskOutcome",
+        "TaskSandboxes",
+        "TaskUsage",
+    ),
     "._sync._templates": ("Templates",),
     "._models": (
         "ApiKey",

@@ -19,6 +19,8 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── ImageNotFound
     │   │   ├── BuildNotFound
     │   │   ├── FunctionPoolNotFound
+    │   │   ├── TaskNotFound
+    │   │   ├── TaskOperationNotFound
     │   │   ├── FileNotFound            local
     │   │   └── ProcessNotFound         local
     │   ├── Conflict
@@ -29,6 +31,10 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   │   ├── AlreadyPaused
     │   │   │   └── SandboxPaused       local
     │   │   ├── ImageInUse
+    │   │   ├── TaskExists
+    │   │   ├── TaskEnded
+    │   │   ├── TaskPaused
+    │   │   ├── TaskBudgetReached
     │   │   └── AlreadyExists           local
     │   ├── RegistryDenied
     │   ├── BuildFailed
@@ -433,6 +439,48 @@ class FunctionCancelled(FunctionFailed):
 
     code = "function_cancelled"
     default_remediation = "Call again."
+
+
+class TaskNotFound(NotFound):
+    """No such task for this caller."""
+
+    code = "task_not_found"
+    default_remediation = "Check the task id; list the tasks. A task is made by its first use."
+
+
+class TaskOperationNotFound(NotFound):
+    """No such pause, resume or kill of this task."""
+
+    code = "task_operation_not_found"
+    default_remediation = "List the task's operations. Old ones are removed."
+
+
+class TaskExists(Conflict):
+    """A task of this name exists, with other limits."""
+
+    code = "task_exists"
+    default_remediation = "Change its limits instead, or use another id."
+
+
+class TaskEnded(Conflict):
+    """The task has ended: by a kill, at its deadline, or with its budget."""
+
+    code = "task_ended"
+    default_remediation = "Use another task id, or reopen the task."
+
+
+class TaskPaused(Conflict):
+    """The task is paused: nothing is started in it."""
+
+    code = "task_paused"
+    default_remediation = "Resume the task first."
+
+
+class TaskBudgetReached(Conflict):
+    """As many sandboxes were made in the task as its budget allows."""
+
+    code = "task_budget_reached"
+    default_remediation = "Give the task a larger budget, or use another task id."
 
 
 class MethodNotAllowed(UserError):

@@ -38,6 +38,7 @@ from ._connect import gone
 from ._images import AsyncImages
 from ._sandbox import AsyncSandbox
 from ._snapshots import AsyncSnapshots
+from ._tasks import AsyncTasks
 from ._templates import AsyncTemplates
 from ._transport import AsyncTransport
 
@@ -93,6 +94,7 @@ class AsyncClient:
     Attributes:
         images: Container images that sandboxes can be created from.
         snapshots: Saved states that sandboxes can be created from.
+        tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
         api_keys: The keys of the project.
 
@@ -118,6 +120,7 @@ class AsyncClient:
         self._transport = AsyncTransport(self.settings, RetryPolicy(retries_max))
         self.images = AsyncImages(self._transport)
         self.snapshots = AsyncSnapshots(self._transport)
+        self.tasks = AsyncTasks(self._transport)
         self.templates = AsyncTemplates(self._transport)
         self.api_keys = AsyncApiKeys(self._transport)
 

@@ -40,6 +40,7 @@ from ._connect import gone
 from ._images import Images
 from ._sandbox import Sandbox
 from ._snapshots import Snapshots
+from ._tasks import Tasks
 from ._templates import Templates
 from ._transport import Transport
 
@@ -95,6 +96,7 @@ class Client:
     Attributes:
         images: Container images that sandboxes can be created from.
         snapshots: Saved states that sandboxes can be created from.
+        tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
         api_keys: The keys of the project.
 
@@ -120,6 +122,7 @@ class Client:
         self._transport = Transport(self.settings, RetryPolicy(retries_max))
         self.images = Images(self._transport)
         self.snapshots = Snapshots(self._transport)
+        self.tasks = Tasks(self._transport)
         self.templates = Templates(self._transport)
         self.api_keys = ApiKeys(self._transport)
 
