@@ -40,14 +40,17 @@ class CreateAction(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     action_id: ActionId
     kind: ActionKind
-    rollout_id: Annotated[
-        str | None,
-        Meta(
-            min_length=1,
-            max_length=limits.TASK_ID_CHARS_MAX,
-            description="The trajectory it belongs to, which may go over several sandboxes.",
-        ),
-    ] = None
+    rollout_id: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                max_length=limits.TASK_ID_CHARS_MAX,
+                description="The trajectory it belongs to, which may go over several sandboxes.",
+            ),
+        ]
+        | None
+    ) = None
     step: Annotated[int, Meta(ge=0, le=params.STEP_MAX)] | None = None
     once: Annotated[
         bool,
