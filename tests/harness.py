@@ -167,6 +167,15 @@ def _kill(identity: ProcessIdentity | None) -> None:
         time.sleep(0.01)
 
 
+def _toml(value: object) -> str:
+    """A value as TOML writes it: as JSON does, but for tables."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return json.dumps(value)
+
+
 def new_server(instance: str, network_cidr: str, **settings: object) -> Server:
     """An instance that is not started yet.
 
@@ -191,7 +200,7 @@ def new_server(instance: str, network_cidr: str, **settings: object) -> Server:
     }
     config_path = root / "config.toml"
     config_path.write_text(
-        "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+        "".join(f"{key} = {_toml(value)}\n" for key, value in values.items())
     )
     IMAGE_CACHE.mkdir(parents=True, exist_ok=True)
     return Server(

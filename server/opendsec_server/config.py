@@ -20,11 +20,20 @@ _LISTS = (
     "image_registries",
 )
 
-_TABLES = ("registry_mirrors",)
+_TABLES = ("registry_mirrors", "nodes")
 
 
 class ConfigError(Exception):
     """A setting is unknown, malformed or contradicts another. The message names it."""
+
+
+class NodeAddress(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One ``[[nodes]]`` of a gateway."""
+
+    url: str
+    """``http://host:port``, ``https://host:port`` or ``unix:/path``."""
+    name: str | None = None
+    """For people. None: the address."""
 
 
 class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -124,6 +133,21 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     the disk only, and a response header says so. refuse: 501."""
 
     # Several nodes
+    role: Literal["all-in-one", "gateway", "node"] = "all-in-one"
+    """node: serve sandboxes to gateways, at ``node_listen``. gateway: API and edge, over ``nodes``.
+    all-in-one: both, and over ``nodes`` too, if there are any."""
+    nodes: tuple[NodeAddress, ...] = ()
+    """Nodes on other machines, or in other processes."""
+    node_listen: str | None = None
+    """Where a node serves gateways: ``host:port`` or ``unix:/path``. None: not at all."""
+    node_secret_file: str | None = None
+    """What gateways and nodes prove to each other that they hold; the same on all. None:
+    ``node-secret`` in ``state_dir``, which the first start of a node makes."""
+    node_tls_cert: str | None = None
+    node_tls_key: str | None = None
+    """Of ``node_listen``."""
+    node_tls_ca: str | None = None
+    """PEM file with whom a gateway trusts at https addresses of nodes. None: whom the host does."""
     node_lost_after_s: float = 600.0
     """What ran on a node that cannot be reached for so long counts as lost: its records end, so
     that callers make others. If the node comes back, it ends them too. Paused sandboxes stay."""
@@ -174,6 +198,13 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def control_socket(self) -> Path:
         """Routes and invalidations for the edge. Never proxied."""
         return self.run_path / "control.sock"
+
+    @property
+    def node_secret_path(self) -> Path:
+        """What gateways and nodes share."""
+        if self.node_secret_file is not None:
+            return Path(self.node_secret_file)
+        return self.state_path / "node-secret"
 
     @property
     def api_key_file(self) -> Path:
@@ -229,6 +260,14 @@ def load_config(path: Path | None = None, environ: dict[str, str] | None = None)
         raise ConfigError("instance: 1 to 5 of [a-z0-9]")
     if (config.tls_cert is None) != (config.tls_key is None):
         raise ConfigError("tls_cert and tls_key must be set together")
+    if (config.node_tls_cert is None) != (config.node_tls_key is None):
+        raise ConfigError("node_tls_cert and node_tls_key must be set together")
+    if config.role == "node" and config.node_listen is None:
+        raise ConfigError("role node needs node_listen: host:port or unix:/path")
+    if config.role == "node" and config.nodes:
+        raise ConfigError("nodes: only a gateway, or an all-in-one server, has other nodes")
+    if config.role == "gateway" and not config.nodes:
+        raise ConfigError("role gateway needs at least one [[nodes]] with its url")
     if config.pause_swap != "none" and config.pause_swap_mb < 1:
         raise ConfigError("pause_swap needs a size: set pause_swap_mb")
     return config

@@ -31,8 +31,9 @@ def purge_instance(config: Config, *, images: bool) -> None:
     edge = read_identity(config.run_path / "edge.pid")
     if edge is not None:
         stop_process(edge, grace_s=EDGE_GRACE_S)
-    enter_private_mount_namespace()
-    asyncio.run(_purge(config))
+    if config.role != "gateway":
+        enter_private_mount_namespace()
+        asyncio.run(_purge(config))
     shutil.rmtree(config.run_path, ignore_errors=True)
     if images:
         shutil.rmtree(config.state_path / "images", ignore_errors=True)

@@ -344,6 +344,9 @@ class HttpNode:
                     raise wire.from_wire(line.error)
                 if line.ok is not None:
                     yield line.ok
+                    if line.ok.kind == "end":
+                        return
+        raise NodeUnavailable("the node did not say what became of the program")
 
     async def events(self) -> AsyncIterator[NodeEvent]:
         """See ``NodeClient.events``. Ends with the connection."""

@@ -22,6 +22,7 @@ from opendsec_server.contract import node_wire as wire
 from opendsec_server.contract.errors import (
     Internal,
     InvalidRequest,
+    NodeUnavailable,
     NotFound,
     OpendsecError,
     PayloadTooLarge,
@@ -54,6 +55,9 @@ class NodeApp:
         self._secret = secret
         self._scratch = scratch
         self._work: set[asyncio.Task[Any]] = set()
+        self._readers: set[asyncio.Task[None]] = set()
+        """Each waits for the gateway of a stream to go away."""
+        self._closed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -165,6 +169,7 @@ class NodeApp:
         """Lines until there are no more, or the gateway goes away: then it stops what makes
         them."""
         gone = asyncio.create_task(_gone(receive))
+        self._readers.add(gone)
         await answer.alive()
         following: asyncio.Task[Any] | None = None
         try:
@@ -177,6 +182,9 @@ class NodeApp:
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                     if gone in done:
+                        if self._closed:
+                            raise NodeUnavailable("the node is shutting down", retry_after_s=2)
+                        await answer.end(b"", _LINES)
                         return
                     if not done:
                         await answer.alive()
@@ -187,6 +195,7 @@ class NodeApp:
                     return
                 await answer.write(line, _LINES)
         finally:
+            self._readers.discard(gone)
             gone.cancel()
             if following is not None and not following.done():
                 following.cancel()
@@ -209,11 +218,11 @@ class NodeApp:
             arguments["archive"] = file.name
             await self._plain(self._node.unpack(**arguments), answer)
 
-    async def stop(self) -> None:
-        """Wait for nothing: what is under way ends with the node."""
-        for task in list(self._work):
-            task.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
+    def close(self) -> None:
+        """End every stream: the node stops."""
+        self._closed = True
+        for reader in self._readers:
+            reader.cancel()
 
 
 class _Answer:
