@@ -43,7 +43,7 @@ _BROKEN = (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError, Index
 class _Output(msgspec.Struct):
     head: bytes = b""
     tail: bytes = b""
-    bytes: int = 0
+    total: int = msgspec.field(default=0, name="bytes")
 
 
 class _Kept(msgspec.Struct, rename="camel"):
@@ -181,7 +181,7 @@ def _access(spec: SandboxSpec) -> dict[str, str]:
 
 
 def _output_of(output: _Output) -> KeptOutput:
-    return KeptOutput(head=output.head, tail=output.tail, bytes_total=output.bytes)
+    return KeptOutput(head=output.head, tail=output.tail, bytes_total=output.total)
 
 
 async def _ask(
