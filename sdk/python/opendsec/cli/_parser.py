@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole grammar."""
     # It uses the pieces below, so it can only come after them.
     from ._adapters_parser import add_adapters
+    from ._task_parser import add_task
     from ._template_parser import add_template
 
     parser = argparse.ArgumentParser(
@@ -92,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_exec(commands)
     _add_files(commands)
     add_template(commands)
+    add_task(commands)
     _add_state(commands)
     _add_images(commands)
     _add_kill(commands)
