@@ -22,8 +22,10 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from ._async._account import AsyncApiKeys
+    from ._async._batches import AsyncBatch, AsyncBatches, AsyncBatchItem
     from ._async._client import AsyncClient
     from ._async._files import AsyncFiles, AsyncFileStream, AsyncWatch
+    from ._async._functions import AsyncFunction, AsyncFunctionPools, AsyncFunctions
     from ._async._images import AsyncImages
     from ._async._process import AsyncProcess, AsyncPty
     from ._async._rollout import AsyncRollout
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
     from ._async._snapshots import AsyncSnapshots
     from ._async._tasks import AsyncTaskOperation, AsyncTasks
     from ._async._templates import AsyncTemplates
+    from ._batch_models import BatchInfo, BulkCommandResult, BulkOutcome
     from ._errors import (
         AgentUnresponsive,
         AlreadyExists,
         AlreadyPaused,
         ArtifactsRefused,
         BadResponse,
+        BatchCancelled,
+        BatchNotFound,
         BuildFailed,
         BuildNotFound,
         CapacityError,
@@ -107,6 +112,7 @@ if TYPE_CHECKING:
         UserError,
         WaitTimeout,
     )
+    from ._fn_models import CallOptions, CallResult, FunctionPool
     from ._models import (
         ApiKey,
         BackendInfo,
@@ -140,10 +146,13 @@ if TYPE_CHECKING:
         VmOptions,
         WatchEvent,
     )
+    from ._options import SandboxOptions
     from ._rollout_models import RolloutOutcome, Verifier
     from ._sync._account import ApiKeys
+    from ._sync._batches import Batch, Batches, BatchItem
     from ._sync._client import Client
     from ._sync._files import Files, FileStream, Watch
+    from ._sync._functions import Function, FunctionPools, Functions
     from ._sync._images import Images
     from ._sync._process import Process, Pty
     from ._sync._rollout import Rollout
@@ -170,9 +179,15 @@ __all__ = [
     "ApiKeys",
     "ArtifactsRefused",
     "AsyncApiKeys",
+    "AsyncBatch",
+    "AsyncBatchItem",
+    "AsyncBatches",
     "AsyncClient",
     "AsyncFileStream",
     "AsyncFiles",
+    "AsyncFunction",
+    "AsyncFunctionPools",
+    "AsyncFunctions",
     "AsyncImages",
     "AsyncProcess",
     "AsyncPty",
@@ -185,12 +200,22 @@ __all__ = [
     "AsyncWatch",
     "BackendInfo",
     "BadResponse",
+    "Batch",
+    "BatchCancelled",
+    "BatchInfo",
+    "BatchItem",
+    "BatchNotFound",
+    "Batches",
     "Build",
     "BuildError",
     "BuildFailed",
     "BuildLogEntry",
     "BuildNotFound",
     "BuildStep",
+    "BulkCommandResult",
+    "BulkOutcome",
+    "CallOptions",
+    "CallResult",
     "Capabilities",
     "CapacityError",
     "Client",
@@ -205,19 +230,23 @@ __all__ = [
     "FileStream",
     "Files",
     "Forbidden",
+    "Function",
     "FunctionCancelled",
     "FunctionCrashed",
     "FunctionDiskFull",
     "FunctionFailed",
     "FunctionOutOfMemory",
+    "FunctionPool",
     "FunctionPoolNotFound",
     "FunctionPoolUnusable",
+    "FunctionPools",
     "FunctionQueueFull",
     "FunctionRaised",
     "FunctionResultInvalid",
     "FunctionResultTooLarge",
     "FunctionTimeout",
     "FunctionWorkerLost",
+    "Functions",
     "IdempotencyInProgress",
     "IdempotencyMismatch",
     "IdempotencyOutcomeUnknown",
@@ -264,6 +293,7 @@ __all__ = [
     "Sandbox",
     "SandboxInfo",
     "SandboxNotFound",
+    "SandboxOptions",
     "SandboxPaused",
     "SandboxStartFailed",
     "ServerInfo",
@@ -310,8 +340,13 @@ __all__ = [
 # Loaded at first use: the command line must start fast, and few programs need both halves.
 _HOMES = {
     "._async._account": ("AsyncApiKeys",),
+    "._async._batches": ("AsyncBatch", "AsyncBatchItem", "AsyncBatches"),
+    "._batch_models": ("BatchInfo", "BulkCommandResult", "BulkOutcome"),
+    "._options": ("SandboxOptions",),
+    "._sync._batches": ("Batch", "BatchItem", "Batches"),
     "._async._client": ("AsyncClient",),
     "._async._files": ("AsyncFiles", "AsyncFileStream", "AsyncWatch"),
+    "._async._functions": ("AsyncFunction", "AsyncFunctionPools", "AsyncFunctions"),
     "._async._process": ("AsyncProcess", "AsyncPty"),
     "._async._rollout": ("AsyncRollout",),
     "._async._sandbox": ("AsyncSandbox",),
@@ -322,6 +357,8 @@ _HOMES = {
     "._sync._account": ("ApiKeys",),
     "._sync._client": ("Client",),
     "._sync._files": ("Files", "FileStream", "Watch"),
+    "._sync._functions": ("Function", "FunctionPools", "Functions"),
+    "._fn_models": ("CallOptions", "CallResult", "FunctionPool"),
     "._sync._process": ("Process", "Pty"),
     "._rollout_models": ("RolloutOutcome", "Verifier"),
     "._sync._rollout": ("Rollout",),

@@ -34,7 +34,9 @@ from opendsec._models import (
 from opendsec._retry import RetryPolicy
 
 from ._account import AsyncApiKeys
+from ._batches import AsyncBatches
 from ._connect import gone
+from ._functions import AsyncFunctions
 from ._images import AsyncImages
 from ._sandbox import AsyncSandbox
 from ._snapshots import AsyncSnapshots
@@ -97,6 +99,8 @@ class AsyncClient:
         tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
         api_keys: The keys of the project.
+        batches: Many sandboxes in one call, and one thing done to many.
+        fn: Function calls on workers that are there already.
 
     Every method can raise:
 
@@ -123,6 +127,8 @@ class AsyncClient:
         self.tasks = AsyncTasks(self._transport)
         self.templates = AsyncTemplates(self._transport)
         self.api_keys = AsyncApiKeys(self._transport)
+        self.batches = AsyncBatches(self)
+        self.fn = AsyncFunctions(self._transport)
 
     async def __aenter__(self) -> Self:
         return self

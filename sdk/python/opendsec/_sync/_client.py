@@ -36,7 +36,9 @@ from opendsec._models import (
 from opendsec._retry import RetryPolicy
 
 from ._account import ApiKeys
+from ._batches import Batches
 from ._connect import gone
+from ._functions import Functions
 from ._images import Images
 from ._sandbox import Sandbox
 from ._snapshots import Snapshots
@@ -99,6 +101,8 @@ class Client:
         tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
         api_keys: The keys of the project.
+        batches: Many sandboxes in one call, and one thing done to many.
+        fn: Function calls on workers that are there already.
 
     Every method can raise:
 
@@ -125,6 +129,8 @@ class Client:
         self.tasks = Tasks(self._transport)
         self.templates = Templates(self._transport)
         self.api_keys = ApiKeys(self._transport)
+        self.batches = Batches(self)
+        self.fn = Functions(self._transport)
 
     def __enter__(self) -> Self:
         return self

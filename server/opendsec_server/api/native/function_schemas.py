@@ -146,6 +146,13 @@ class SourceCode(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
             "a client of the same minor version of Python, and cloudpickle in the worker."
         ),
     ] = None
+    python: Annotated[
+        str | None,
+        Meta(
+            description="Version of Python that pickled the function; others refuse it.",
+            examples=["3.11"],
+        ),
+    ] = None
 
 
 class CallItem(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

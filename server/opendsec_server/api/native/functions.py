@@ -205,7 +205,7 @@ def _code_of(body: schemas.RunCall | schemas.MapCalls) -> Code:
     }
     if code.pickle is not None:
         _check_base64("code.pickle", code.pickle)
-        value |= {"kind": "pickle", "data": code.pickle}
+        value |= {"kind": "pickle", "data": code.pickle, "python": code.python}
     else:
         value |= {
             "kind": "source",

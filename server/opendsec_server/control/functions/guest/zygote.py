@@ -31,6 +31,13 @@ from typing import Any, TextIO
 
 SIZES = struct.Struct("!II")
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 4, 38, 36
+COMMON = (
+    "bisect", "collections", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib",
+    "enum", "functools", "hashlib", "heapq", "inspect", "io", "itertools", "logging", "operator",
+    "pathlib", "random", "re", "shutil", "statistics", "string", "subprocess", "tempfile",
+    "textwrap", "threading", "typing", "unittest", "uuid",
+)  # fmt: skip
+"""What most calls import: once here instead of in each of them."""
 END_S = 8.0
 """What a call started is killed within so long, or the worker is given up."""
 TRACEBACK_CHARS_MAX = 16_000
@@ -236,6 +243,11 @@ class TooLarge(Exception):
 def work(code: dict[str, Any], item: dict[str, Any]) -> Any:
     """Run what was sent; its value."""
     if code["kind"] == "pickle":
+        if code.get("python") not in (None, "%d.%d" % sys.version_info[:2]):
+            raise RuntimeError(
+                "pickled by Python %s, and this is %d.%d: send the function as source, or use a "
+                "template with that version" % (code["python"], *sys.version_info[:2])
+            )
         function = pickle.loads(base64.b64decode(code["data"]))  # noqa: S301
         values, named = pickle.loads(base64.b64decode(item["pickled"]))  # noqa: S301
         return function(*values, **named)
@@ -412,6 +424,9 @@ def prepare(config: dict[str, Any]) -> None:
         parent, _, last = name.rpartition(".")
         if parent in sys.modules:
             setattr(sys.modules[parent], last, sys.modules[name])
+    for name in COMMON:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for name in config.get("preload") or []:
         importlib.import_module(name)
 
