@@ -263,7 +263,8 @@ def test_native_api_answers_as_documented(fuzzed: Fuzzed, data: st.DataObject) -
     assert answer.status_code < 500 or answer.status_code == 501, answer.text
     documented = operation["responses"].get(str(answer.status_code))
     assert documented is not None, f"{answer.status_code} is not documented: {answer.text}"
-    if answer.content:
+    # Of answers of many lines only what went before their head is documented as one body.
+    if answer.content and "ndjson" not in answer.headers["content-type"]:
         schema = documented["content"]["application/json"]["schema"]
         OAS31Validator(schema | {"components": fuzzed.document["components"]}).validate(
             answer.json()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -51,7 +51,7 @@ class ActionError(msgspec.Struct, kw_only=True, frozen=True):
     remediation: str
     retryable: bool
     fault: str
-    details: dict[str, object] = {}
+    details: dict[str, Any] = {}
 
 
 _decode_result = msgspec.json.Decoder(ActionResult).decode
