@@ -38,6 +38,10 @@ class SandboxOptions(BaseModel, frozen=True):
     task_id: str | None = None
     timeout_s: float = LIFE_S
 
+    def __hash__(self) -> int:
+        # Frameworks use configurations as keys; lists and mappings have no hash of their own.
+        return hash(self.model_dump_json())
+
     def create_arguments(self, *labels: str) -> dict[str, Any]:
         """Arguments of ``AsyncClient.create``.
 

@@ -163,9 +163,12 @@ class OpendsecEnvironment(BaseEnvironment):  # type: ignore[misc]
             folders = self._mount_targets(writable_only=True)
             if self.task_env_config.workdir:
                 folders.append(self.task_env_config.workdir)
-            made = await self.ensure_dirs(folders)
-            if made is not None and made.return_code != 0:
-                raise RuntimeError(f"Cannot make {', '.join(folders)}: {made.stderr}")
+            if folders:
+                # From the root, since the task's own directory may be one of them.
+                command = self._ensure_dirs_command(folders)
+                made = await self.exec(command, cwd="/", user=self._reset_dirs_user())
+                if made.return_code != 0:
+                    raise RuntimeError(f"Cannot make {', '.join(folders)}: {made.stderr}")
             await self._upload_environment_dir_after_start()
         except BaseException:
             await self.stop(delete=True)
