@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ._async._client import AsyncClient
     from ._async._files import AsyncFiles, AsyncFileStream, AsyncWatch
     from ._async._functions import AsyncFunction, AsyncFunctionPools, AsyncFunctions
+    from ._async._iam import AsyncAudit, AsyncPrincipals, AsyncProjects, AsyncTokens
     from ._async._images import AsyncImages
     from ._async._process import AsyncProcess, AsyncPty
     from ._async._rollout import AsyncRollout
@@ -113,6 +114,18 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from ._fn_models import CallOptions, CallResult, FunctionPool
+    from ._iam_models import (
+        AuditEntry,
+        AuditVerdict,
+        CallerInfo,
+        GrantInfo,
+        PrincipalInfo,
+        ProjectInfo,
+        ProjectUse,
+        Quota,
+        TokenInfo,
+        verify_audit,
+    )
     from ._models import (
         ApiKey,
         BackendInfo,
@@ -153,6 +166,7 @@ if TYPE_CHECKING:
     from ._sync._client import Client
     from ._sync._files import Files, FileStream, Watch
     from ._sync._functions import Function, FunctionPools, Functions
+    from ._sync._iam import Audit, Principals, Projects, Tokens
     from ._sync._images import Images
     from ._sync._process import Process, Pty
     from ._sync._rollout import Rollout
@@ -179,6 +193,7 @@ __all__ = [
     "ApiKeys",
     "ArtifactsRefused",
     "AsyncApiKeys",
+    "AsyncAudit",
     "AsyncBatch",
     "AsyncBatchItem",
     "AsyncBatches",
@@ -189,7 +204,9 @@ __all__ = [
     "AsyncFunctionPools",
     "AsyncFunctions",
     "AsyncImages",
+    "AsyncPrincipals",
     "AsyncProcess",
+    "AsyncProjects",
     "AsyncPty",
     "AsyncRollout",
     "AsyncSandbox",
@@ -197,7 +214,11 @@ __all__ = [
     "AsyncTaskOperation",
     "AsyncTasks",
     "AsyncTemplates",
+    "AsyncTokens",
     "AsyncWatch",
+    "Audit",
+    "AuditEntry",
+    "AuditVerdict",
     "BackendInfo",
     "BadResponse",
     "Batch",
@@ -216,6 +237,7 @@ __all__ = [
     "BulkOutcome",
     "CallOptions",
     "CallResult",
+    "CallerInfo",
     "Capabilities",
     "CapacityError",
     "Client",
@@ -247,6 +269,7 @@ __all__ = [
     "FunctionTimeout",
     "FunctionWorkerLost",
     "Functions",
+    "GrantInfo",
     "IdempotencyInProgress",
     "IdempotencyMismatch",
     "IdempotencyOutcomeUnknown",
@@ -273,14 +296,20 @@ __all__ = [
     "PayloadTooLarge",
     "PlatformError",
     "PortNotOpen",
+    "PrincipalInfo",
+    "Principals",
     "Process",
     "ProcessInfo",
     "ProcessNotFound",
     "ProgramNotExecutable",
     "ProgramNotFound",
     "Project",
+    "ProjectInfo",
+    "ProjectUse",
+    "Projects",
     "PruneReport",
     "Pty",
+    "Quota",
     "QuotaExceeded",
     "ReadyCheck",
     "RegistryAuth",
@@ -325,6 +354,8 @@ __all__ = [
     "TemplateNotFound",
     "TemplateTag",
     "Templates",
+    "TokenInfo",
+    "Tokens",
     "Transition",
     "Unauthenticated",
     "UserError",
@@ -335,6 +366,7 @@ __all__ = [
     "Watch",
     "WatchEvent",
     "__version__",
+    "verify_audit",
 ]
 
 # Loaded at first use: the command line must start fast, and few programs need both halves.
@@ -350,6 +382,7 @@ _HOMES = {
     "._async._process": ("AsyncProcess", "AsyncPty"),
     "._async._rollout": ("AsyncRollout",),
     "._async._sandbox": ("AsyncSandbox",),
+    "._async._iam": ("AsyncAudit", "AsyncPrincipals", "AsyncProjects", "AsyncTokens"),
     "._async._images": ("AsyncImages",),
     "._async._snapshots": ("AsyncSnapshots",),
     "._async._tasks": ("AsyncTaskOperation", "AsyncTasks"),
@@ -363,7 +396,20 @@ _HOMES = {
     "._rollout_models": ("RolloutOutcome", "Verifier"),
     "._sync._rollout": ("Rollout",),
     "._sync._sandbox": ("Sandbox",),
+    "._sync._iam": ("Audit", "Principals", "Projects", "Tokens"),
     "._sync._images": ("Images",),
+    "._iam_models": (
+        "AuditEntry",
+        "AuditVerdict",
+        "CallerInfo",
+        "GrantInfo",
+        "PrincipalInfo",
+        "ProjectInfo",
+        "ProjectUse",
+        "Quota",
+        "TokenInfo",
+        "verify_audit",
+    ),
     "._sync._snapshots": ("Snapshots",),
     "._sync._tasks": ("TaskOperation", "Tasks"),
     "._task_models": (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ._errors import NotConfigured
+from ._errors import NotConfigured, Unauthenticated
 
 DEFAULT_URL = "http://127.0.0.1:7300"
 DEFAULT_STATE_DIR = "/var/lib/opendsec"
@@ -24,6 +24,7 @@ class Settings:
         base_url: The server, without a trailing slash.
         sandbox_url: Where sandbox traffic goes; the same unless set apart.
         api_key_source: In words, for error messages and ``opendsec doctor``.
+        project_id: Where to act. None: the key's own project.
     """
 
     base_url: str
@@ -31,6 +32,19 @@ class Settings:
     api_key: str | None = field(repr=False)
     url_source: str
     api_key_source: str
+    project_id: str | None = None
+
+    def key_headers(self) -> dict[str, str]:
+        """What every call of the API carries: the key, and the project to act in.
+
+        Raises:
+            Unauthenticated: no key is configured.
+        """
+        if self.api_key is None:
+            raise Unauthenticated("No API key is configured.")
+        if self.project_id is None:
+            return {"X-API-Key": self.api_key}
+        return {"X-API-Key": self.api_key, "X-Project-Id": self.project_id}
 
 
 def is_loopback(url: str) -> bool:
@@ -44,12 +58,15 @@ def resolve(
     api_key: str | None = None,
     sandbox_url: str | None = None,
     environ: Mapping[str, str] | None = None,
+    *,
+    project_id: str | None = None,
 ) -> Settings:
     """Fill in what was not given.
 
     Address: argument, ``OPENDSEC_API_URL``, ``E2B_API_URL``, else this machine's port 7300.
     Key: argument, ``OPENDSEC_API_KEY``, ``E2B_API_KEY``, else the key file of a server on this
     machine (only for loopback addresses: a local key must not travel to another host).
+    Project: argument, ``OPENDSEC_PROJECT_ID``, ``E2B_TEAM_ID``, else the key's own.
 
     Raises:
         NotConfigured: the address is not an http(s) URL.
@@ -73,7 +90,12 @@ def resolve(
     )
     if not key and is_loopback(url):
         key, key_source = _local_key(env)
-    return Settings(url, traffic_url, key or None, url_source, key_source)
+    project_id, _ = _first(
+        ("argument", project_id),
+        ("OPENDSEC_PROJECT_ID", env.get("OPENDSEC_PROJECT_ID")),
+        ("E2B_TEAM_ID", env.get("E2B_TEAM_ID")),
+    )
+    return Settings(url, traffic_url, key or None, url_source, key_source, project_id or None)
 
 
 def _first(*candidates: tuple[str, str | None]) -> tuple[str, str]:

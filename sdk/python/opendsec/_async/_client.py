@@ -37,6 +37,7 @@ from ._account import AsyncApiKeys
 from ._batches import AsyncBatches
 from ._connect import gone
 from ._functions import AsyncFunctions
+from ._iam import AsyncAudit, AsyncPrincipals, AsyncProjects, AsyncTokens
 from ._images import AsyncImages
 from ._sandbox import AsyncSandbox
 from ._snapshots import AsyncSnapshots
@@ -90,6 +91,8 @@ class AsyncClient:
         api_key: None: ``OPENDSEC_API_KEY``, ``E2B_API_KEY``, else the key file of a server on
             this machine, if it may be read.
         sandbox_url: Where sandbox traffic goes, if not to ``base_url``.
+        project_id: The project to act in, if not the key's own: one that the key has rights in.
+            None: ``OPENDSEC_PROJECT_ID``, ``E2B_TEAM_ID``.
         retries_max: How often a failed call that may be repeated is repeated, with growing
             pauses. 0: never.
 
@@ -99,6 +102,10 @@ class AsyncClient:
         tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
         api_keys: The keys of the project.
+        projects: The project in use and those below it.
+        principals: People, services and agents, and what they may do where.
+        tokens: Short-lived parts of what the caller may do.
+        audit: Who did what, and how it went.
         batches: Many sandboxes in one call, and one thing done to many.
         fn: Function calls on workers that are there already.
 
@@ -118,15 +125,20 @@ class AsyncClient:
         base_url: str | None = None,
         api_key: str | None = None,
         sandbox_url: str | None = None,
+        project_id: str | None = None,
         retries_max: int = _limits.RETRIES_MAX_DEFAULT,
     ) -> None:
-        self.settings = _settings.resolve(base_url, api_key, sandbox_url)
+        self.settings = _settings.resolve(base_url, api_key, sandbox_url, project_id=project_id)
         self._transport = AsyncTransport(self.settings, RetryPolicy(retries_max))
         self.images = AsyncImages(self._transport)
         self.snapshots = AsyncSnapshots(self._transport)
         self.tasks = AsyncTasks(self._transport)
         self.templates = AsyncTemplates(self._transport)
         self.api_keys = AsyncApiKeys(self._transport)
+        self.projects = AsyncProjects(self._transport)
+        self.principals = AsyncPrincipals(self._transport)
+        self.tokens = AsyncTokens(self._transport)
+        self.audit = AsyncAudit(self._transport)
         self.batches = AsyncBatches(self)
         self.fn = AsyncFunctions(self._transport)
 

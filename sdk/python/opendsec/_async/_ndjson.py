@@ -16,7 +16,7 @@ import httpx2
 import msgspec
 
 from opendsec import _answers, _limits, _network
-from opendsec._errors import BadResponse, ConnectionFailed, Unauthenticated
+from opendsec._errors import BadResponse, ConnectionFailed
 from opendsec._retry import Repeat
 
 from ._transport import AsyncTransport, origin
@@ -143,10 +143,7 @@ async def open_lines(
         Unauthenticated: no key is configured, or the server does not know it.
         OpendsecError: as the server says; ConnectionFailed without an answer.
     """
-    key = transport.settings.api_key
-    if key is None:
-        raise Unauthenticated("No API key is configured.")
-    all_headers = {"X-API-Key": key, **(headers or {})}
+    all_headers = {**transport.settings.key_headers(), **(headers or {})}
     content = None
     if body is not None:
         content = msgspec.json.encode(body)

@@ -311,7 +311,7 @@ class AsyncTemplates:
         """Build a ready-made template of that name: one of ``READY_MADE``.
 
         Args:
-            name: ``python`` or ``node``.
+            name: ``python``, ``node`` or ``code-interpreter-v1``.
             force: Use no results of earlier builds: newer packages come in.
             on_log: Called with each line of the log.
 
@@ -329,8 +329,11 @@ class AsyncTemplates:
         return await self.build(
             name,
             from_template="base",
+            context=recipe.files,
             steps=recipe.steps,
             memory_mb=recipe.memory_mb,
+            start_command=recipe.start_command,
+            ready_command=recipe.ready_command,
             force=force,
             on_log=on_log,
         )
@@ -394,7 +397,7 @@ class AsyncTemplates:
                 "GET",
                 f"{settings.base_url}{_build_path(build_id)}/logs",
                 params={"offset": offset},
-                headers={"X-API-Key": settings.api_key or ""},
+                headers=settings.key_headers(),
                 timeout=_network.timeout(SILENCE_MAX_S),
             )
 

@@ -11,7 +11,7 @@ import httpx2
 import msgspec
 
 from opendsec import _answers, _limits, _network
-from opendsec._errors import BadResponse, OpendsecError, Unauthenticated
+from opendsec._errors import BadResponse, OpendsecError
 from opendsec._retry import Repeat, RetryPolicy
 from opendsec._settings import Settings, is_loopback
 
@@ -73,10 +73,7 @@ class AsyncTransport:
             Unauthenticated: no key is configured, or the server does not know it.
             OpendsecError: as the server says; ConnectionFailed without an answer.
         """
-        key = self.settings.api_key
-        if key is None:
-            raise Unauthenticated("No API key is configured.")
-        all_headers = {"X-API-Key": key, **(headers or {})}
+        all_headers = {**self.settings.key_headers(), **(headers or {})}
         content = None
         if body is not None:
             content = msgspec.json.encode(body)

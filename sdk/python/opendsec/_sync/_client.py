@@ -39,6 +39,7 @@ from ._account import ApiKeys
 from ._batches import Batches
 from ._connect import gone
 from ._functions import Functions
+from ._iam import Audit, Principals, Projects, Tokens
 from ._images import Images
 from ._sandbox import Sandbox
 from ._snapshots import Snapshots
@@ -92,6 +93,8 @@ class Client:
         api_key: None: ``OPENDSEC_API_KEY``, ``E2B_API_KEY``, else the key file of a server on
             this machine, if it may be read.
         sandbox_url: Where sandbox traffic goes, if not to ``base_url``.
+        project_id: The project to act in, if not the key's own: one that the key has rights in.
+            None: ``OPENDSEC_PROJECT_ID``, ``E2B_TEAM_ID``.
         retries_max: How often a failed call that may be repeated is repeated, with growing
             pauses. 0: never.
 
@@ -101,6 +104,10 @@ class Client:
         tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
         api_keys: The keys of the project.
+        projects: The project in use and those below it.
+        principals: People, services and agents, and what they may do where.
+        tokens: Short-lived parts of what the caller may do.
+        audit: Who did what, and how it went.
         batches: Many sandboxes in one call, and one thing done to many.
         fn: Function calls on workers that are there already.
 
@@ -120,15 +127,20 @@ class Client:
         base_url: str | None = None,
         api_key: str | None = None,
         sandbox_url: str | None = None,
+        project_id: str | None = None,
         retries_max: int = _limits.RETRIES_MAX_DEFAULT,
     ) -> None:
-        self.settings = _settings.resolve(base_url, api_key, sandbox_url)
+        self.settings = _settings.resolve(base_url, api_key, sandbox_url, project_id=project_id)
         self._transport = Transport(self.settings, RetryPolicy(retries_max))
         self.images = Images(self._transport)
         self.snapshots = Snapshots(self._transport)
         self.tasks = Tasks(self._transport)
         self.templates = Templates(self._transport)
         self.api_keys = ApiKeys(self._transport)
+        self.projects = Projects(self._transport)
+        self.principals = Principals(self._transport)
+        self.tokens = Tokens(self._transport)
+        self.audit = Audit(self._transport)
         self.batches = Batches(self)
         self.fn = Functions(self._transport)
 

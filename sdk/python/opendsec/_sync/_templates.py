@@ -307,7 +307,7 @@ class Templates:
         """Build a ready-made template of that name: one of ``READY_MADE``.
 
         Args:
-            name: ``python`` or ``node``.
+            name: ``python``, ``node`` or ``code-interpreter-v1``.
             force: Use no results of earlier builds: newer packages come in.
             on_log: Called with each line of the log.
 
@@ -325,8 +325,11 @@ class Templates:
         return self.build(
             name,
             from_template="base",
+            context=recipe.files,
             steps=recipe.steps,
             memory_mb=recipe.memory_mb,
+            start_command=recipe.start_command,
+            ready_command=recipe.ready_command,
             force=force,
             on_log=on_log,
         )
@@ -390,7 +393,7 @@ class Templates:
                 "GET",
                 f"{settings.base_url}{_build_path(build_id)}/logs",
                 params={"offset": offset},
-                headers={"X-API-Key": settings.api_key or ""},
+                headers=settings.key_headers(),
                 timeout=_network.timeout(SILENCE_MAX_S),
             )
 
