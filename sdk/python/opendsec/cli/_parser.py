@@ -71,6 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole grammar."""
     # It uses the pieces below, so it can only come after them.
     from ._adapters_parser import add_adapters
+    from ._fn_parser import add_fn
+    from ._iam_parser import add_iam
     from ._task_parser import add_task
     from ._template_parser import add_template
 
@@ -94,10 +96,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_files(commands)
     add_template(commands)
     add_task(commands)
+    add_fn(commands)
     _add_state(commands)
     _add_images(commands)
     _add_kill(commands)
     add_adapters(commands)
+    add_iam(commands)
     _add_about(commands)
     return parser
 
