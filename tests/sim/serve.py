@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from opendsec_server.node.serving import NodeApp
 
-from .simulated import NONE, Latencies, SimNode
+from .simulated import NONE, Faults, Latencies, SimNode
 
 SECRET = b"the secret of simulated nodes, which is none"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -38,6 +38,7 @@ class SimApp:
 
     def __init__(self, node: SimNode) -> None:
         self.node = node
+        self.faults: Faults = getattr(node, "faults", None) or Faults()
         self.app = NodeApp(node, SECRET, Path("/tmp"))  # type: ignore[arg-type]
         self._never = asyncio.Event()
 
@@ -47,7 +48,7 @@ class SimApp:
         if scope["path"] == "/sim":
             await self._told(receive, send)
             return
-        faults = self.node.faults
+        faults = self.faults
         if faults.dead:
             await self._never.wait()
         if faults.slow > 1:
@@ -107,6 +108,7 @@ async def serving(nodes: Sequence[SimNode], directory: Path) -> AsyncIterator[li
             date_header=False,
             ws="none",
             lifespan="off",
+            proxy_headers=False,
             timeout_keep_alive=75,
         )
         config.load()

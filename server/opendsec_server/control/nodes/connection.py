@@ -258,8 +258,15 @@ class Connections:
         """
         nonce = secrets.token_hex(wire.NONCE_CHARS // 2)
         head = self._head(name, nonce, body, headers or {})
+        sent = False
         while True:
-            connection = await self._take(fresh)
+            try:
+                connection = await self._take(fresh)
+            except NodeNotReached as exc:
+                if sent:
+                    # It may have seen the first attempt.
+                    raise NodeUnavailable(exc.message, details=exc.details) from exc
+                raise
             try:
                 connection.begin(head, body if isinstance(body, bytes) else b"")
                 if not isinstance(body, bytes):
@@ -271,6 +278,7 @@ class Connections:
                 except NodeUnavailable:
                     if connection.used and not connection.answered and isinstance(body, bytes):
                         # The node has closed it while it was idle.
+                        sent = True
                         continue
                     raise
                 self._check(status, answer_headers, nonce)
