@@ -130,6 +130,16 @@ async def list_pools(store: Store, project_id: str) -> list[PoolRecord]:
     return await store.read(work)
 
 
+async def all_pools(store: Store) -> list[PoolRecord]:
+    """The pools of every project, the oldest first."""
+
+    def work(connection: sa.Connection) -> list[PoolRecord]:
+        query = sa.select(FUNCTION_POOLS).order_by(_POOL.created_at, _POOL.pool_id)
+        return [_record(row) for row in connection.execute(query).mappings().all()]
+
+    return await store.read(work)
+
+
 async def delete_pool(store: Store, pool_id: str) -> bool:
     """Forget a pool. False: it was not there."""
 

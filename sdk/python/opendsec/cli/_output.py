@@ -78,6 +78,12 @@ REMEDIES = {
     "task_ended": "Use another --task, or `opendsec task set --reopen TASK`.",
     "task_paused": "`opendsec task resume TASK` lets it run on.",
     "task_budget_reached": "`opendsec task set --sandboxes COUNT TASK` gives it a larger budget.",
+    "function_pool_not_found": "`opendsec fn pool ls` lists them; `opendsec fn pool set` makes "
+    "one.",
+    "function_pool_unusable": "Use a template with python3, and check --preload.",
+    "function_timeout": "Give a longer --timeout, or make the function faster.",
+    "function_out_of_memory": "Raise --memory of the call or of the pool.",
+    "function_queue_full": "Wait for answers before sending more calls.",
     "registry_denied": "Give --user and --password-stdin, and check the image's name.",
     "registry_limited": "Wait, log in (--user), or have a mirror set up.",
     "registry_unavailable": "Check the registry's address and health, and try again.",

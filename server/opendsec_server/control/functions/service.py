@@ -33,8 +33,8 @@ from opendsec_server.contract.ids import random_chars
 from opendsec_server.contract.node import NodeClient
 from opendsec_server.control.creates import Creates
 from opendsec_server.control.iam import Caller
+from opendsec_server.store import accounts, sandboxes
 from opendsec_server.store import functions as store_functions
-from opendsec_server.store import sandboxes
 from opendsec_server.store.functions import PoolRecord, PoolSpec, WorkerRow
 from opendsec_server.store.store import Store
 
@@ -65,6 +65,8 @@ HOLD_S = 2.0
 costs more than most calls."""
 STARTS_AT_ONCE_MAX = 8
 STOP_S = 10.0
+POOL_KEEPER = "function-pools"
+"""In place of a key's id: the server itself makes a worker."""
 _NAME_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MODULE_RE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
@@ -110,7 +112,18 @@ class Functions:
         if self._leftovers:
             log.info("workers of an earlier run", count=len(self._leftovers))
         await self._end_leftovers()
+        await self._keep_ready()
         self._ticking = asyncio.create_task(self._tick(), name="functions")
+
+    async def _keep_ready(self) -> None:
+        """Pools that are to have workers at any time get them before the first call."""
+        for record in await store_functions.all_pools(self._store):
+            if record.spec.workers_min == 0:
+                continue
+            project = await accounts.get_project(self._store, record.project_id)
+            if project is not None:
+                caller = Caller(project=project, key_id=POOL_KEEPER)
+                self._pools[record.project_id, record.name] = Pool(record, caller)
 
     async def stop(self) -> None:
         """End all workers; what waits or runs is answered with an error."""
