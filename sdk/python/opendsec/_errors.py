@@ -441,6 +441,20 @@ class FunctionCancelled(FunctionFailed):
     default_remediation = "Call again."
 
 
+class BatchNotFound(NotFound):
+    """No such batch for this caller."""
+
+    code = "batch_not_found"
+    default_remediation = "Check the batch id; list the batches. Old ones are removed."
+
+
+class BatchCancelled(Conflict):
+    """The batch was cancelled before this item began."""
+
+    code = "batch_cancelled"
+    default_remediation = "Nothing was made for this item. Ask for it in another batch."
+
+
 class TaskNotFound(NotFound):
     """No such task for this caller."""
 

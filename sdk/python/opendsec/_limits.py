@@ -38,6 +38,14 @@ STREAM_SILENCE_MAX_S = 75.0
 DEADLINE_GRACE_S = 10.0
 """How long after a command's deadline the client waits for the server to end it."""
 
+RECONNECT_S = 120.0
+RECONNECT_PAUSE_S = 0.5
+"""Results that a broken connection cut off are gone on with, until the server was away for so long
+in one piece."""
+
+STREAM_LASTED_S = 10.0
+"""A stream that lasted for so long shows that the server was there."""
+
 KEEPALIVE_CONNECTIONS_MAX = 100
 KEEPALIVE_EXPIRY_S = 30.0
 
