@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ModelOutput, get_model
+from inspect_ai.model import ModelOutput
 from inspect_ai.scorer import includes
-from inspect_ai.solver import generate, use_tools
+from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import bash
 from inspect_ai.util import SandboxEnvironmentSpec
 from inspect_ai.util._sandbox.environment import SandboxUnavailableError
 from inspect_ai.util._sandbox.self_check import *  # noqa: F403
-from pydantic import BaseModel
 
 from opendsec import Client, InvalidRequest, TemplateNotFound
 from opendsec.adapters.inspect_ai import (
@@ -45,22 +44,33 @@ def sandbox_env(made: OpendsecSandboxEnvironment) -> OpendsecSandboxEnvironment:
     return made
 
 
+@solver
+def reads_its_file() -> Solver:
+    """What a model would do, without one: models count tokens by files from the internet."""
+
+    async def solve(state: TaskState, _generate: Generate) -> TaskState:
+        said = await bash()("cat data.txt; pwd")
+        state.output = ModelOutput.from_content("none", str(said))
+        return state
+
+    return solve
+
+
 def test_an_evaluation_in_sandboxes(tmp_path: Path) -> None:
-    call = ModelOutput.for_tool_call("mockllm/model", "bash", {"cmd": "cat data.txt; pwd"})
-    answer = ModelOutput.from_content("mockllm/model", "It is 42.")
     task = Task(
-        dataset=[Sample(input="What is it?", target="42", files={"data.txt": "it is 42"})],
-        solver=[use_tools(bash()), generate()],
+        dataset=[
+            Sample(input="What is it?", target=f"it is {number}", files={"data.txt": text})
+            for number, text in ((41, "it is 41"), (42, "it is 42"), (43, "it is not"))
+        ],
+        solver=reads_its_file(),
         scorer=includes(),
-        sandbox=SandboxEnvironmentSpec("opendsec", OpendsecConfig(memory_mb=128, internet=False)),
+        sandbox=SandboxEnvironmentSpec("opendsec", OpendsecConfig(memory_mb=64, internet=False)),
     )
-    model = get_model("mockllm/model", custom_outputs=[call, answer])
-    (log,) = eval(task, model=model, log_dir=str(tmp_path), display="none")
+    (log,) = eval(task, model=None, log_dir=str(tmp_path), display="none")
     assert log.status == "success", log.error
-    (sample,) = log.samples
-    (output,) = [message for message in sample.messages if message.role == "tool"]
-    assert output.text == "it is 42/home/user\n"
-    assert sample.scores["includes"].value == "C"
+    outputs = [sample.output.completion for sample in log.samples]
+    assert outputs == [f"it is {what}/home/user\n" for what in ("41", "42", "not")]
+    assert [sample.scores["includes"].value for sample in log.samples] == ["C", "C", "I"]
 
 
 def test_what_a_killed_evaluation_left_is_cleaned_up(sandbox_env: object) -> None:
@@ -74,7 +84,7 @@ async def test_bad_configuration() -> None:
     with pytest.raises(TemplateNotFound):
         await sample_init("task", "no-such-template", {})
     with pytest.raises(InvalidRequest, match="no configuration"):
-        await sample_init("task", BaseModel(), {})
+        await sample_init("task", ModelOutput(), {})
     with pytest.raises(ValueError, match="memory"):
         OpendsecConfig(memory="much")
 
