@@ -34,8 +34,13 @@ if TYPE_CHECKING:
     from ._async._snapshots import AsyncSnapshots
     from ._async._tasks import AsyncTaskOperation, AsyncTasks
     from ._async._templates import AsyncTemplates
+    from ._async._trajectories import AsyncActions, AsyncTrajectories
     from ._batch_models import BatchInfo, BulkCommandResult, BulkOutcome
     from ._errors import (
+        ActionInProgress,
+        ActionMismatch,
+        ActionNotFound,
+        ActionUnknown,
         AgentUnresponsive,
         AlreadyExists,
         AlreadyPaused,
@@ -92,6 +97,8 @@ if TYPE_CHECKING:
         RegistryLimited,
         RegistryUnavailable,
         ResumeFailed,
+        SandboxEnded,
+        SandboxLost,
         SandboxNotFound,
         SandboxPaused,
         SandboxStartFailed,
@@ -109,6 +116,8 @@ if TYPE_CHECKING:
         TaskOperationNotFound,
         TaskPaused,
         TemplateNotFound,
+        TrajectoryFull,
+        TrajectoryNotFound,
         Unauthenticated,
         UserError,
         WaitTimeout,
@@ -174,6 +183,7 @@ if TYPE_CHECKING:
     from ._sync._snapshots import Snapshots
     from ._sync._tasks import TaskOperation, Tasks
     from ._sync._templates import Templates
+    from ._sync._trajectories import Actions, Trajectories
     from ._task_models import (
         KEEP,
         TaskEnd,
@@ -183,15 +193,32 @@ if TYPE_CHECKING:
         TaskSandboxes,
         TaskUsage,
     )
+    from ._trajectory_models import (
+        Action,
+        ActionOutput,
+        ForwardStep,
+        OutcomeCount,
+        OutcomeSum,
+        TaskOutcomes,
+        TrajectoryInfo,
+    )
 
 __all__ = [
     "KEEP",
+    "Action",
+    "ActionInProgress",
+    "ActionMismatch",
+    "ActionNotFound",
+    "ActionOutput",
+    "ActionUnknown",
+    "Actions",
     "AgentUnresponsive",
     "AlreadyExists",
     "AlreadyPaused",
     "ApiKey",
     "ApiKeys",
     "ArtifactsRefused",
+    "AsyncActions",
     "AsyncApiKeys",
     "AsyncAudit",
     "AsyncBatch",
@@ -215,6 +242,7 @@ __all__ = [
     "AsyncTasks",
     "AsyncTemplates",
     "AsyncTokens",
+    "AsyncTrajectories",
     "AsyncWatch",
     "Audit",
     "AuditEntry",
@@ -252,6 +280,7 @@ __all__ = [
     "FileStream",
     "Files",
     "Forbidden",
+    "ForwardStep",
     "Function",
     "FunctionCancelled",
     "FunctionCrashed",
@@ -291,6 +320,8 @@ __all__ = [
     "NotFound",
     "NotSupported",
     "OpendsecError",
+    "OutcomeCount",
+    "OutcomeSum",
     "OutputEvent",
     "PauseReport",
     "PayloadTooLarge",
@@ -320,7 +351,9 @@ __all__ = [
     "Rollout",
     "RolloutOutcome",
     "Sandbox",
+    "SandboxEnded",
     "SandboxInfo",
+    "SandboxLost",
     "SandboxNotFound",
     "SandboxOptions",
     "SandboxPaused",
@@ -345,6 +378,7 @@ __all__ = [
     "TaskOperationInfo",
     "TaskOperationNotFound",
     "TaskOutcome",
+    "TaskOutcomes",
     "TaskPaused",
     "TaskSandboxes",
     "TaskUsage",
@@ -356,6 +390,10 @@ __all__ = [
     "Templates",
     "TokenInfo",
     "Tokens",
+    "Trajectories",
+    "TrajectoryFull",
+    "TrajectoryInfo",
+    "TrajectoryNotFound",
     "Transition",
     "Unauthenticated",
     "UserError",
@@ -387,6 +425,7 @@ _HOMES = {
     "._async._snapshots": ("AsyncSnapshots",),
     "._async._tasks": ("AsyncTaskOperation", "AsyncTasks"),
     "._async._templates": ("AsyncTemplates",),
+    "._async._trajectories": ("AsyncActions", "AsyncTrajectories"),
     "._sync._account": ("ApiKeys",),
     "._sync._client": ("Client",),
     "._sync._files": ("Files", "FileStream", "Watch"),
@@ -422,6 +461,16 @@ _HOMES = {
         "TaskUsage",
     ),
     "._sync._templates": ("Templates",),
+    "._sync._trajectories": ("Actions", "Trajectories"),
+    "._trajectory_models": (
+        "Action",
+        "ActionOutput",
+        "ForwardStep",
+        "OutcomeCount",
+        "OutcomeSum",
+        "TaskOutcomes",
+        "TrajectoryInfo",
+    ),
     "._models": (
         "ApiKey",
         "BackendInfo",

@@ -18,6 +18,8 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── SnapshotNotFound
     │   │   ├── ImageNotFound
     │   │   ├── BuildNotFound
+    │   │   ├── ActionNotFound
+    │   │   ├── TrajectoryNotFound
     │   │   ├── FunctionPoolNotFound
     │   │   ├── TaskNotFound
     │   │   ├── TaskOperationNotFound
@@ -30,12 +32,15 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── StateConflict
     │   │   │   ├── AlreadyPaused
     │   │   │   └── SandboxPaused       local
+    │   │   ├── ActionMismatch
+    │   │   ├── ActionInProgress        (retryable)
     │   │   ├── ImageInUse
     │   │   ├── TaskExists
     │   │   ├── TaskEnded
     │   │   ├── TaskPaused
     │   │   ├── TaskBudgetReached
     │   │   └── AlreadyExists           local
+    │   ├── SandboxEnded
     │   ├── RegistryDenied
     │   ├── BuildFailed
     │   ├── FunctionPoolUnusable
@@ -61,10 +66,13 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     ├── CapacityError        fault=capacity  try later or elsewhere (retryable)
     │   ├── QuotaExceeded
     │   ├── FunctionQueueFull
+    │   ├── TrajectoryFull
     │   ├── NodeFull
     │   └── RegistryLimited
     └── PlatformError        fault=platform  never the program's failure
         ├── Internal
+        ├── ActionUnknown
+        ├── SandboxLost
         ├── SandboxStartFailed          (retryable)
         ├── AgentUnresponsive           (retryable)
         ├── NodeUnavailable             (retryable)
@@ -239,6 +247,20 @@ class FileNotFound(NotFound):
     default_remediation = "Check the path; a relative path starts at the user's home."
 
 
+class ActionNotFound(NotFound):
+    """The sandbox's log has no action of this id."""
+
+    code = "action_not_found"
+    default_remediation = "List the sandbox's actions."
+
+
+class TrajectoryNotFound(NotFound):
+    """No action of the project has this rollout id."""
+
+    code = "trajectory_not_found"
+    default_remediation = "List trajectories and use one of their rollout ids."
+
+
 class ProcessNotFound(NotFound):
     """No such process in the sandbox; an ended one is remembered for 30 seconds."""
 
@@ -327,11 +349,35 @@ class ImageNotFound(NotFound):
     default_remediation = "Check the reference, its tag and its registry; list the images here."
 
 
+class ActionMismatch(Conflict):
+    """The action id was used before in this sandbox, for something else."""
+
+    code = "action_mismatch"
+    default_remediation = "Use a new action id for another action."
+
+
+class ActionInProgress(Conflict):
+    """Another action of the sandbox must end first: snapshots stand at a known place only."""
+
+    code = "action_in_progress"
+    retryable = True
+    default_remediation = "Wait until the other action has ended, and send this one again."
+
+
 class ImageInUse(Conflict):
     """Sandboxes, snapshots or templates stand on the image."""
 
     code = "image_in_use"
     default_remediation = "End or delete what uses it first."
+
+
+class SandboxEnded(UserError):
+    """The sandbox has ended, as asked, as agreed (a time-out), or by what ran in it."""
+
+    code = "sandbox_ended"
+    default_remediation = (
+        "Create a new sandbox; fast-forward it through the recorded actions to go on."
+    )
 
 
 class RegistryDenied(UserError):
@@ -624,6 +670,16 @@ class FunctionQueueFull(CapacityError):
     default_remediation = "Wait for answers before sending more calls."
 
 
+class TrajectoryFull(CapacityError):
+    """The sandbox's log holds as many actions, or as much of their output, as may be."""
+
+    code = "trajectory_full"
+    retryable = False
+    default_remediation = (
+        "Run commands directly, keep less output, or go on in a new sandbox made from a snapshot."
+    )
+
+
 class NodeFull(CapacityError):
     """The node has no free slot, memory or disk for another sandbox."""
 
@@ -658,6 +714,26 @@ class AgentUnresponsive(PlatformError):
     code = "agent_unresponsive"
     retryable = True
     default_remediation = "Retry; if it repeats, kill the sandbox and create a new one."
+
+
+class ActionUnknown(PlatformError):
+    """It is not known whether an action took effect, so that nothing may build on it."""
+
+    code = "action_unknown"
+    default_remediation = (
+        "Resolve it: ask the sandbox again (`actions.resolve`), or state what became of it. "
+        "Do not score it."
+    )
+
+
+class SandboxLost(PlatformError):
+    """The sandbox ended by the platform's fault: its node, its virtual machine or its start."""
+
+    code = "sandbox_lost"
+    default_remediation = (
+        "Create a new sandbox; fast-forward it through the recorded actions to go on. Do not "
+        "score what it had done so far as a failure."
+    )
 
 
 class NodeUnavailable(PlatformError):

@@ -76,3 +76,8 @@ POLL_MIN_S = 0.05
 POLL_MAX_S = 1.0
 
 AGENT_PORT = 49983
+
+ACTION_WAIT_S = 50
+"""How long one request waits for an action's end; it is asked again then."""
+ACTION_TIMEOUT_S_DEFAULT = 60.0
+ACTION_OUTPUT_BYTES_DEFAULT = 64 * 1024

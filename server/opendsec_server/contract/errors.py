@@ -215,16 +215,6 @@ class ActionInProgress(Conflict):
     default_remediation = "Wait until the other action has ended, and send this one again."
 
 
-class ActionUnknown(Conflict):
-    """It is not known whether an action took effect, so that nothing may build on it."""
-
-    code = "action_unknown"
-    default_remediation = (
-        "Resolve it: ask the sandbox again, or state what became of it, or choose what a "
-        "fast-forward does with such actions."
-    )
-
-
 class SandboxEnded(UserError):
     """The sandbox has ended, as asked, as agreed (a time-out), or by what ran in it."""
 
@@ -558,6 +548,17 @@ class NodeUnavailable(PlatformError):
     http_status = 503
     retryable = True
     default_remediation = "Retry after a moment."
+
+
+class ActionUnknown(PlatformError):
+    """It is not known whether an action took effect, so that nothing may build on it."""
+
+    code = "action_unknown"
+    http_status = 409
+    default_remediation = (
+        "Resolve it: ask the sandbox again, or state what became of it, or choose what a "
+        "fast-forward does with such actions. Do not score it."
+    )
 
 
 class SandboxLost(PlatformError):

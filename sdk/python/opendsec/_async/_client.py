@@ -43,6 +43,7 @@ from ._sandbox import AsyncSandbox
 from ._snapshots import AsyncSnapshots
 from ._tasks import AsyncTasks
 from ._templates import AsyncTemplates
+from ._trajectories import AsyncTrajectories
 from ._transport import AsyncTransport
 
 
@@ -101,6 +102,7 @@ class AsyncClient:
         snapshots: Saved states that sandboxes can be created from.
         tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
+        trajectories: What was done in sandboxes, in order, and whose fault it was.
         api_keys: The keys of the project.
         projects: The project in use and those below it.
         principals: People, services and agents, and what they may do where.
@@ -134,6 +136,7 @@ class AsyncClient:
         self.snapshots = AsyncSnapshots(self._transport)
         self.tasks = AsyncTasks(self._transport)
         self.templates = AsyncTemplates(self._transport)
+        self.trajectories = AsyncTrajectories(self, self._transport)
         self.api_keys = AsyncApiKeys(self._transport)
         self.projects = AsyncProjects(self._transport)
         self.principals = AsyncPrincipals(self._transport)

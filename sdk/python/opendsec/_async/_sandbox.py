@@ -41,6 +41,7 @@ from ._concurrency import Content, OutputCallback, alongside, sleep
 from ._connect import AsyncSandboxWire
 from ._files import AsyncFiles
 from ._process import AsyncProcess, AsyncPty, Command
+from ._trajectories import AsyncActions
 
 if TYPE_CHECKING:
     from ._client import AsyncClient
@@ -58,6 +59,7 @@ class AsyncSandbox:
 
     Attributes:
         files: The sandbox's files.
+        actions: What is done in it once, with a record.
         record: What the server said of it last; ``info()`` asks again.
         kill_on_exit: Whether the end of a ``with`` block kills it. Set it to False to keep it.
     """
@@ -69,6 +71,7 @@ class AsyncSandbox:
         self.kill_on_exit = True
         self._wire = AsyncSandboxWire(client._transport, record.sandbox_id, record.access_token)
         self.files = AsyncFiles(self._wire)
+        self.actions = AsyncActions(client._transport, record.sandbox_id)
 
     @classmethod
     async def create(

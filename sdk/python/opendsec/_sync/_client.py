@@ -45,6 +45,7 @@ from ._sandbox import Sandbox
 from ._snapshots import Snapshots
 from ._tasks import Tasks
 from ._templates import Templates
+from ._trajectories import Trajectories
 from ._transport import Transport
 
 
@@ -103,6 +104,7 @@ class Client:
         snapshots: Saved states that sandboxes can be created from.
         tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
+        trajectories: What was done in sandboxes, in order, and whose fault it was.
         api_keys: The keys of the project.
         projects: The project in use and those below it.
         principals: People, services and agents, and what they may do where.
@@ -136,6 +138,7 @@ class Client:
         self.snapshots = Snapshots(self._transport)
         self.tasks = Tasks(self._transport)
         self.templates = Templates(self._transport)
+        self.trajectories = Trajectories(self, self._transport)
         self.api_keys = ApiKeys(self._transport)
         self.projects = Projects(self._transport)
         self.principals = Principals(self._transport)

@@ -43,6 +43,7 @@ from ._concurrency import Content, OutputCallback, alongside, sleep
 from ._connect import SandboxWire
 from ._files import Files
 from ._process import Command, Process, Pty
+from ._trajectories import Actions
 
 if TYPE_CHECKING:
     from ._client import Client
@@ -60,6 +61,7 @@ class Sandbox:
 
     Attributes:
         files: The sandbox's files.
+        actions: What is done in it once, with a record.
         record: What the server said of it last; ``info()`` asks again.
         kill_on_exit: Whether the end of a ``with`` block kills it. Set it to False to keep it.
     """
@@ -71,6 +73,7 @@ class Sandbox:
         self.kill_on_exit = True
         self._wire = SandboxWire(client._transport, record.sandbox_id, record.access_token)
         self.files = Files(self._wire)
+        self.actions = Actions(client._transport, record.sandbox_id)
 
     @classmethod
     def create(
