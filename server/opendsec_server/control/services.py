@@ -26,6 +26,7 @@ from .ledger import Ledger
 from .lifecycle import Lifecycle
 from .metrics import ControlMetrics
 from .nodes import Fleet
+from .nodes.service import Nodes
 from .origins import Origins
 from .packing import Packing
 from .routes import Routes
@@ -153,6 +154,7 @@ class Services:
             ledger=ledger,
             invalidations=self.invalidations,
         )
+        self.nodes = Nodes(fleet, self.iam, self.watcher.forget_node)
         self._ready_checks = dict(ready_checks)
 
     @classmethod

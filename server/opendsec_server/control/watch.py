@@ -212,19 +212,29 @@ class Watcher:
         """
         if unreached_s < self._node_lost_after_s:
             return
+        why = f"its node {node_id} has not been reached for {unreached_s:.0f} s"
+        await self._note_lost(node_id, why, paused_too=False)
+
+    async def forget_node(self, node_id: str) -> int:
+        """Note all sandboxes of a node as lost: an operator says that it does not come back.
+
+        Returns:
+            How many they were.
+        """
+        return await self._note_lost(node_id, f"its node {node_id} was given up", paused_too=True)
+
+    async def _note_lost(self, node_id: str, why: str, *, paused_too: bool) -> int:
         records = await sandboxes.live_sandboxes(self._store, node_id)
         changes = [
-            lost(
-                record.sandbox_id,
-                cause="node_lost",
-                message=f"its node {node_id} has not been reached for {unreached_s:.0f} s",
-            )
+            lost(record.sandbox_id, cause="node_lost", message=why)
             for record in records
-            if record.state is not State.PAUSED and not self._creates.in_flight(record.sandbox_id)
+            if (paused_too or record.state is not State.PAUSED)
+            and not self._creates.in_flight(record.sandbox_id)
         ]
         if changes:
             log.error("sandboxes were lost with their node", node_id=node_id, count=len(changes))
             await self._ledger.apply(changes)
+        return len(changes)
 
     async def _compare_node(self, member: Member, node_id: str) -> None:
         records = await sandboxes.live_sandboxes(self._store, node_id)

@@ -12,12 +12,10 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from opendsec_server.contract import limits
 from opendsec_server.contract.errors import InvalidRequest
 
 log = structlog.get_logger(__name__)
-
-LABELS_MAX = 64
-LABEL_CHARS_MAX = 128
 
 
 class Marks(msgspec.Struct, kw_only=True, frozen=True):
@@ -76,10 +74,11 @@ class KeptMarks:
 
 
 def _check(labels: dict[str, str]) -> None:
-    if len(labels) > LABELS_MAX:
-        raise InvalidRequest(f"labels: at most {LABELS_MAX}")
+    chars_max = limits.NODE_LABEL_CHARS_MAX
+    if len(labels) > limits.NODE_LABELS_MAX:
+        raise InvalidRequest(f"labels: at most {limits.NODE_LABELS_MAX}")
     for name, value in labels.items():
-        if not name or len(name) > LABEL_CHARS_MAX or len(value) > LABEL_CHARS_MAX:
+        if not 1 <= len(name) <= chars_max or len(value) > chars_max:
             raise InvalidRequest(
-                f"labels: a name has 1 to {LABEL_CHARS_MAX} characters, a value at most as many"
+                f"labels: a name has 1 to {chars_max} characters, a value at most as many"
             )

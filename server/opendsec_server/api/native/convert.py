@@ -48,6 +48,7 @@ def params_of(body: schemas.CreateSandbox) -> CreateParams:
             layers=tuple(body.layers),
             start_image=body.start_image,
             ready=None if body.ready is None else ready_of(body.ready),
+            node_labels=body.node_labels,
         ),
     )
 

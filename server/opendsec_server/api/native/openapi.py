@@ -35,6 +35,7 @@ _TAGS = {
     "snapshots": "Saved sandboxes, which others can start from.",
     "batches": "Many sandboxes in one call.",
     "trajectories": "What is done in sandboxes: recorded before it runs, and never done twice.",
+    "nodes": "Machines that run sandboxes. For operators.",
     "images": "Container images on the node, shared by all projects.",
     "project": "The caller's project and its API keys.",
     "projects": "Projects that nest, with their limits and use.",

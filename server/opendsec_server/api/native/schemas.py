@@ -213,6 +213,14 @@ class CreateSandbox(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     ready: Annotated[
         Ready | None, Meta(description="With `start_image`: when its program counts as up.")
     ] = None
+    node_labels: Annotated[
+        StringMap,
+        Meta(
+            max_length=limits.NODE_LABELS_MAX,
+            description="Labels that its node must have (`opendsec node label`).",
+            examples=[{"zone": "a"}],
+        ),
+    ] = {}
     cpu: Cpu | None = None
     memory_mb: MemoryMb | None = None
     disk_mb: DiskMb | None = None
