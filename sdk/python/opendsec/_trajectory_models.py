@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -84,8 +85,8 @@ class Action(msgspec.Struct, kw_only=True, frozen=True):
     once: bool = False
     attempt: int = 1
     asked: dict[str, Any] = {}
-    recorded_at: str = ""
-    ended_at: str | None = None
+    recorded_at: datetime | None = None
+    ended_at: datetime | None = None
     result: _Result | None = None
     error: dict[str, Any] | None = None
     fault: Fault | None = None
@@ -175,8 +176,8 @@ class TrajectoryInfo(msgspec.Struct, kw_only=True, frozen=True):
     actions: int
     open: int
     last_step: int | None = None
-    began_at: str
-    last_at: str
+    began_at: datetime
+    last_at: datetime
 
 
 class OutcomeCount(msgspec.Struct, kw_only=True, frozen=True):

@@ -78,6 +78,12 @@ REMEDIES = {
     "task_ended": "Use another --task, or `opendsec task set --reopen TASK`.",
     "task_paused": "`opendsec task resume TASK` lets it run on.",
     "task_budget_reached": "`opendsec task set --sandboxes COUNT TASK` gives it a larger budget.",
+    "action_not_found": "`opendsec trajectory show SANDBOX` lists them.",
+    "action_mismatch": "Use another id for another action.",
+    "action_unknown": "`opendsec trajectory resolve` asks the sandbox again, or states it.",
+    "trajectory_not_found": "`opendsec trajectory ls` lists them.",
+    "sandbox_ended": "Create a new one; `opendsec trajectory forward` brings it to the same place.",
+    "sandbox_lost": "Create a new one; `opendsec trajectory forward` brings it to the same place.",
     "function_pool_not_found": "`opendsec fn pool ls` lists them; `opendsec fn pool set` makes "
     "one.",
     "function_pool_unusable": "Use a template with python3, and check --preload.",

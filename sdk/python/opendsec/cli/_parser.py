@@ -73,8 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
     from ._adapters_parser import add_adapters
     from ._fn_parser import add_fn
     from ._iam_parser import add_iam
+    from ._node_parser import add_node
     from ._task_parser import add_task
     from ._template_parser import add_template
+    from ._trajectory_parser import add_trajectory
 
     parser = argparse.ArgumentParser(
         prog="opendsec",
@@ -96,7 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_files(commands)
     add_template(commands)
     add_task(commands)
+    add_trajectory(commands)
     add_fn(commands)
+    add_node(commands)
     _add_state(commands)
     _add_images(commands)
     _add_kill(commands)
