@@ -14,6 +14,7 @@ import typer
 from opendsec_server import __version__
 from opendsec_server.config import Config, ConfigError, load_config
 
+from .audit_commands import app as audit_app
 from .image_commands import app as image_app
 
 EX_CONFIG = 78  # sysexits.h: the configuration or the machine must be changed
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 
 app.add_typer(image_app, name="image")
+app.add_typer(audit_app, name="audit")
 
 ConfigOption = Annotated[
     Path | None,

@@ -8,6 +8,7 @@ A sandbox counts in its project and in every project above. Triggers keep those 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -142,6 +143,15 @@ _SET_DUE = (
     .where(PROJECT_USE.c.project_id == sa.bindparam("of_project"))
     .values(creates_due_at=sa.bindparam("due_at"))
 )
+_PLACES = sa.select(
+    SANDBOXES.c.sandbox_id,
+    SANDBOXES.c.project_id,
+    SANDBOXES.c.cpu,
+    SANDBOXES.c.memory_mb,
+    SANDBOXES.c.disk_mb,
+    SANDBOXES.c.gpu,
+    (SANDBOXES.c.ended_at.is_(None) & (SANDBOXES.c.state != State.PAUSED)).label("counted"),
+).where(SANDBOXES.c.sandbox_id.in_(sa.bindparam("these", expanding=True)))
 _IN_LINE = sa.select(PROJECT_LINES.c.ancestor_id).where(
     PROJECT_LINES.c.project_id == sa.bindparam("of_project")
 )
@@ -184,7 +194,8 @@ def admit(
     """
     line = connection.execute(_line_of(connection), {"of_project": project_id}).all()
     count, refusal = len(wanted), None
-    for row in line:
+    # Of several that refuse, the nearest is named.
+    for row in reversed(line):
         fit, why = _fitting(row, wanted[:count], now)
         if fit < count:
             count, refusal = fit, why
@@ -218,42 +229,75 @@ async def check_place(store: Store, sandbox_id: str, others: Collection[str]) ->
         QuotaExceeded: there is no place left.
         StoreUnavailable: not known.
     """
+    refusal = (await check_places(store, [sandbox_id], others)).get(sandbox_id)
+    if refusal is not None:
+        raise refusal
 
-    def work(connection: sa.Connection) -> None:
-        these = sa.select(
-            SANDBOXES.c.sandbox_id,
-            SANDBOXES.c.project_id,
-            SANDBOXES.c.cpu,
-            SANDBOXES.c.memory_mb,
-            SANDBOXES.c.disk_mb,
-            SANDBOXES.c.gpu,
-            (SANDBOXES.c.ended_at.is_(None) & (SANDBOXES.c.state != State.PAUSED)).label("counted"),
-        ).where(SANDBOXES.c.sandbox_id.in_([sandbox_id, *others]))
-        known = {row.sandbox_id: row for row in connection.execute(these)}
-        one = known.pop(sandbox_id, None)
-        if one is None:
-            return
-        for row in connection.execute(_LINE, {"of_project": one.project_id}).all():
-            below = sa.select(PROJECT_LINES.c.project_id).where(
-                PROJECT_LINES.c.ancestor_id == row.project_id,
-                PROJECT_LINES.c.project_id.in_({other.project_id for other in known.values()}),
-            )
-            inside = set(connection.execute(below).scalars()) if known else set()
-            uncounted = [
-                _wanted(other)
-                for other in known.values()
-                if other.project_id in inside and not other.counted
-            ]
-            for dimension in _RUNNING:
-                use = getattr(row, dimension.use) + sum(map(dimension.amount, uncounted))
-                amount = dimension.amount(_wanted(one))
-                if one.counted:
-                    use -= amount
-                limit = dimension.limit(row)
-                if limit is not None and amount and use + amount > limit:
-                    raise _refusal(row, dimension, limit, use, amount)
 
-    await store.read(work)
+async def check_places(
+    store: Store, sandbox_ids: Sequence[str], others: Collection[str]
+) -> dict[str, QuotaExceeded]:
+    """Which of many paused sandboxes may not run again, if those before them in order do.
+
+    Args:
+        store: Where.
+        sandbox_ids: Which.
+        others: As of ``check_place``.
+
+    Raises:
+        StoreUnavailable: not known.
+    """
+
+    def work(connection: sa.Connection) -> dict[str, QuotaExceeded]:
+        these = {"these": list({*sandbox_ids, *others})}
+        known = {row.sandbox_id: row for row in connection.execute(_PLACES, these)}
+        lines: dict[str, Sequence[Any]] = {}
+        more: Counter[tuple[str, str]] = Counter()
+
+        def line_of(project_id: str) -> Sequence[Any]:
+            if project_id not in lines:
+                lines[project_id] = connection.execute(_LINE, {"of_project": project_id}).all()
+            return lines[project_id]
+
+        def take(one: Any) -> None:
+            if one.counted:
+                return
+            for row in line_of(one.project_id):
+                for dimension in _RUNNING:
+                    more[row.project_id, dimension.name] += dimension.amount(_wanted(one))
+
+        for name in set(others).difference(sandbox_ids):
+            if name in known:
+                take(known[name])
+        refused: dict[str, QuotaExceeded] = {}
+        for name in dict.fromkeys(sandbox_ids):
+            one = known.get(name)
+            if one is None:
+                continue
+            refusal = _no_place(one, line_of(one.project_id), more)
+            if refusal is None:
+                take(one)
+            else:
+                refused[name] = refusal
+        return refused
+
+    return await store.read(work)
+
+
+def _no_place(
+    one: Any, line: Sequence[Any], more: Counter[tuple[str, str]]
+) -> QuotaExceeded | None:
+    """Why a sandbox finds no place in its projects, which hold ``more`` than they say."""
+    for row in line:
+        for dimension in _RUNNING:
+            amount = dimension.amount(_wanted(one))
+            use = getattr(row, dimension.use) + more[row.project_id, dimension.name]
+            if one.counted:
+                use -= amount
+            limit = dimension.limit(row)
+            if limit is not None and amount and use + amount > limit:
+                return _refusal(row, dimension, limit, use, amount)
+    return None
 
 
 def note_egress(connection: sa.Connection, project_id: str, sent_bytes: int, *, now: float) -> None:
