@@ -69,6 +69,8 @@ REMEDIES = {
     "template_not_found": "`opendsec template ls` lists them; snapshots go by --from-snapshot.",
     "build_failed": "Mend the step and build again; `opendsec template logs NAME` shows the log.",
     "build_not_found": "`opendsec template inspect NAME` lists its builds.",
+    "batch_not_found": "`opendsec batch ls` lists them.",
+    "batch_cancelled": "Nothing was made for it. Ask for it in another batch.",
     "snapshot_not_found": "`opendsec snapshot ls` lists them.",
     "image_not_found": "Check the reference and its tag; `opendsec image ls` lists those here.",
     "image_in_use": "End or delete what uses it first.",

@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole grammar."""
     # It uses the pieces below, so it can only come after them.
     from ._adapters_parser import add_adapters
+    from ._batch_parser import add_batch
     from ._fn_parser import add_fn
     from ._iam_parser import add_iam
     from ._node_parser import add_node
@@ -104,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_state(commands)
     _add_images(commands)
     _add_kill(commands)
+    add_batch(commands)
     add_adapters(commands)
     add_iam(commands)
     _add_about(commands)
@@ -258,6 +260,10 @@ def _creation_options(p: argparse.ArgumentParser, *, timeout_s: int) -> None:
         help="your own fact, to find it by",
     )
     p.add_argument("--task", metavar="JOB", help="id of the job it belongs to")
+    p.add_argument(
+        "--node-label", action="append", default=[], type=_pair, metavar="KEY=VALUE",
+        help="a label that its node must have",
+    )  # fmt: skip
     p.add_argument(
         "--backend", metavar="NAME", help="how it is isolated; `opendsec info` lists them"
     )
