@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ._async._functions import AsyncFunction, AsyncFunctionPools, AsyncFunctions
     from ._async._iam import AsyncAudit, AsyncPrincipals, AsyncProjects, AsyncTokens
     from ._async._images import AsyncImages
+    from ._async._nodes import AsyncNodes
     from ._async._process import AsyncProcess, AsyncPty
     from ._async._rollout import AsyncRollout
     from ._async._sandbox import AsyncSandbox
@@ -168,6 +169,7 @@ if TYPE_CHECKING:
         VmOptions,
         WatchEvent,
     )
+    from ._node_models import NodeInfo
     from ._options import SandboxOptions
     from ._rollout_models import RolloutOutcome, Verifier
     from ._sync._account import ApiKeys
@@ -177,6 +179,7 @@ if TYPE_CHECKING:
     from ._sync._functions import Function, FunctionPools, Functions
     from ._sync._iam import Audit, Principals, Projects, Tokens
     from ._sync._images import Images
+    from ._sync._nodes import Nodes
     from ._sync._process import Process, Pty
     from ._sync._rollout import Rollout
     from ._sync._sandbox import Sandbox
@@ -231,6 +234,7 @@ __all__ = [
     "AsyncFunctionPools",
     "AsyncFunctions",
     "AsyncImages",
+    "AsyncNodes",
     "AsyncPrincipals",
     "AsyncProcess",
     "AsyncProjects",
@@ -315,7 +319,9 @@ __all__ = [
     "MetricSample",
     "NetworkPolicy",
     "NodeFull",
+    "NodeInfo",
     "NodeUnavailable",
+    "Nodes",
     "NotConfigured",
     "NotFound",
     "NotSupported",
@@ -422,6 +428,7 @@ _HOMES = {
     "._async._sandbox": ("AsyncSandbox",),
     "._async._iam": ("AsyncAudit", "AsyncPrincipals", "AsyncProjects", "AsyncTokens"),
     "._async._images": ("AsyncImages",),
+    "._async._nodes": ("AsyncNodes",),
     "._async._snapshots": ("AsyncSnapshots",),
     "._async._tasks": ("AsyncTaskOperation", "AsyncTasks"),
     "._async._templates": ("AsyncTemplates",),
@@ -437,6 +444,8 @@ _HOMES = {
     "._sync._sandbox": ("Sandbox",),
     "._sync._iam": ("Audit", "Principals", "Projects", "Tokens"),
     "._sync._images": ("Images",),
+    "._sync._nodes": ("Nodes",),
+    "._node_models": ("NodeInfo",),
     "._iam_models": (
         "AuditEntry",
         "AuditVerdict",

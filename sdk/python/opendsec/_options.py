@@ -34,6 +34,8 @@ class SandboxOptions(TypedDict, total=False):
     layers: Sequence[str]
     start_image: bool
     ready: ReadyCheck | None
+    node_labels: Mapping[str, str] | None
+    node_labels: Mapping[str, str] | None
 
 
 _KNOWN = SandboxOptions.__annotations__.keys()

@@ -39,6 +39,7 @@ from ._connect import gone
 from ._functions import AsyncFunctions
 from ._iam import AsyncAudit, AsyncPrincipals, AsyncProjects, AsyncTokens
 from ._images import AsyncImages
+from ._nodes import AsyncNodes
 from ._sandbox import AsyncSandbox
 from ._snapshots import AsyncSnapshots
 from ._tasks import AsyncTasks
@@ -99,6 +100,7 @@ class AsyncClient:
 
     Attributes:
         images: Container images that sandboxes can be created from.
+        nodes: The machines that run sandboxes, for operators.
         snapshots: Saved states that sandboxes can be created from.
         tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
@@ -133,6 +135,7 @@ class AsyncClient:
         self.settings = _settings.resolve(base_url, api_key, sandbox_url, project_id=project_id)
         self._transport = AsyncTransport(self.settings, RetryPolicy(retries_max))
         self.images = AsyncImages(self._transport)
+        self.nodes = AsyncNodes(self._transport)
         self.snapshots = AsyncSnapshots(self._transport)
         self.tasks = AsyncTasks(self._transport)
         self.templates = AsyncTemplates(self._transport)
@@ -183,6 +186,7 @@ class AsyncClient:
         layers: Sequence[str] = (),
         start_image: bool = False,
         ready: ReadyCheck | None = None,
+        node_labels: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
         """Create a sandbox and return when it can run commands.
@@ -214,6 +218,7 @@ class AsyncClient:
             layers: Images or templates put on top, in this order: where files meet, the last wins.
             start_image: Start the image's own program (ENTRYPOINT and CMD) as well.
             ready: With ``start_image``: when that program counts as up. None: as soon as it runs.
+            node_labels: Labels that its node must have.
             idempotency_key: 1 to 255 of ``[A-Za-z0-9._:-]``. None: a new one per call. Give your
                 own to have retries across restarts of your program find the same sandbox.
 
@@ -249,6 +254,7 @@ class AsyncClient:
             "layers": list(layers) or None,
             "start_image": start_image or None,
             "ready": ready,
+            "node_labels": dict(node_labels) if node_labels else None,
         }
         record = await self._transport.api(
             "POST",

@@ -97,6 +97,7 @@ class AsyncSandbox:
         layers: Sequence[str] = (),
         start_image: bool = False,
         ready: ReadyCheck | None = None,
+        node_labels: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
@@ -131,6 +132,7 @@ class AsyncSandbox:
                 layers=layers,
                 start_image=start_image,
                 ready=ready,
+                node_labels=node_labels,
                 idempotency_key=idempotency_key,
             )
         except BaseException:

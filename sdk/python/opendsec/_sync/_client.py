@@ -41,6 +41,7 @@ from ._connect import gone
 from ._functions import Functions
 from ._iam import Audit, Principals, Projects, Tokens
 from ._images import Images
+from ._nodes import Nodes
 from ._sandbox import Sandbox
 from ._snapshots import Snapshots
 from ._tasks import Tasks
@@ -101,6 +102,7 @@ class Client:
 
     Attributes:
         images: Container images that sandboxes can be created from.
+        nodes: The machines that run sandboxes, for operators.
         snapshots: Saved states that sandboxes can be created from.
         tasks: All sandboxes of one job, as one.
         templates: What sandboxes are created from, and their builds.
@@ -135,6 +137,7 @@ class Client:
         self.settings = _settings.resolve(base_url, api_key, sandbox_url, project_id=project_id)
         self._transport = Transport(self.settings, RetryPolicy(retries_max))
         self.images = Images(self._transport)
+        self.nodes = Nodes(self._transport)
         self.snapshots = Snapshots(self._transport)
         self.tasks = Tasks(self._transport)
         self.templates = Templates(self._transport)
@@ -185,6 +188,7 @@ class Client:
         layers: Sequence[str] = (),
         start_image: bool = False,
         ready: ReadyCheck | None = None,
+        node_labels: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
         """Create a sandbox and return when it can run commands.
@@ -216,6 +220,7 @@ class Client:
             layers: Images or templates put on top, in this order: where files meet, the last wins.
             start_image: Start the image's own program (ENTRYPOINT and CMD) as well.
             ready: With ``start_image``: when that program counts as up. None: as soon as it runs.
+            node_labels: Labels that its node must have.
             idempotency_key: 1 to 255 of ``[A-Za-z0-9._:-]``. None: a new one per call. Give your
                 own to have retries across restarts of your program find the same sandbox.
 
@@ -251,6 +256,7 @@ class Client:
             "layers": list(layers) or None,
             "start_image": start_image or None,
             "ready": ready,
+            "node_labels": dict(node_labels) if node_labels else None,
         }
         record = self._transport.api(
             "POST",

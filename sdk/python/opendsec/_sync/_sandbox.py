@@ -99,6 +99,7 @@ class Sandbox:
         layers: Sequence[str] = (),
         start_image: bool = False,
         ready: ReadyCheck | None = None,
+        node_labels: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
@@ -133,6 +134,7 @@ class Sandbox:
                 layers=layers,
                 start_image=start_image,
                 ready=ready,
+                node_labels=node_labels,
                 idempotency_key=idempotency_key,
             )
         except BaseException:

@@ -91,6 +91,7 @@ def creation_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "image": args.image,
         "layers": args.layer,
         "start_image": args.start_image,
+        "node_labels": dict(args.node_label),
         "ready": None if args.ready is None else ReadyCheck(**args.ready),
         "idempotency_key": args.idempotency_key,
     }
