@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import structlog
 
 from opendsec_server.contract.errors import (
     OpendsecError,
+    QuotaExceeded,
     SandboxNotFound,
     StateConflict,
     StoreUnavailable,
@@ -32,7 +33,7 @@ from opendsec_server.contract.node import (
 )
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.store import sandboxes
-from opendsec_server.store.quotas import check_place
+from opendsec_server.store.quotas import check_places
 from opendsec_server.store.records import SandboxExtra, SandboxRecord, StateChange, Transition
 from opendsec_server.store.sandboxes import SandboxFilter
 from opendsec_server.store.store import Store
@@ -295,13 +296,29 @@ class Lifecycle:
         Raises:
             QuotaExceeded: there is none.
         """
-        async with self._look_for_place:
-            await check_place(self._store, record.sandbox_id, self._places)
-            self._places.add(record.sandbox_id)
+        refusal = (await self.take_places([record]))[0]
+        if refusal is not None:
+            raise refusal
         try:
             yield
         finally:
-            self._places.discard(record.sandbox_id)
+            self.leave_place(record.sandbox_id)
+
+    async def take_places(self, records: Sequence[SandboxRecord]) -> list[QuotaExceeded | None]:
+        """Hold places in the quota for many paused sandboxes, each until ``leave_place``.
+
+        Returns:
+            Why each got none; None: it has one.
+        """
+        names = [record.sandbox_id for record in records]
+        async with self._look_for_place:
+            refused = await check_places(self._store, names, self._places)
+            self._places.update(name for name in names if name not in refused)
+        return [refused.get(name) for name in names]
+
+    def leave_place(self, sandbox_id: str) -> None:
+        """The record says by now that the sandbox runs; or it does not."""
+        self._places.discard(sandbox_id)
 
     async def pause(self, caller: Caller, sandbox_id: str, mode: StateMode) -> Paused:
         """Free a sandbox's memory and keep the rest. A call during a pause shares it.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -123,7 +124,7 @@ class Watcher:
                     self._events.popleft() for _ in range(min(len(self._events), EVENTS_BATCH_MAX))
                 ]
                 try:
-                    await self._ledger.apply([await self._change(event) for event in batch])
+                    await self._ledger.apply(await self._changes(batch))
                 except StoreUnavailable as exc:
                     self._events.extendleft(reversed(batch))
                     log.warning("events wait for the store", queued=len(self._events), why=str(exc))
@@ -131,6 +132,16 @@ class Watcher:
                 except Exception:
                     # A batch that cannot be recorded must not stop those after it.
                     log.exception("events dropped", count=len(batch))
+
+    async def _changes(self, batch: Sequence[NodeEvent]) -> list[StateChange]:
+        """What is news. Of what was asked for here, the answer was mostly recorded before: its
+        node need not be asked once more."""
+        known = await sandboxes.node_seqs(self._store, {event.sandbox_id for event in batch})
+        return [
+            await self._change(event)
+            for event in batch
+            if event.seq == 0 or event.seq > known.get(event.sandbox_id, -1)
+        ]
 
     async def _change(self, event: NodeEvent) -> StateChange:
         """What an event means for the record. It does not say all that the node knows."""

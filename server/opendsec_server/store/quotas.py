@@ -287,8 +287,9 @@ async def check_places(
 def _no_place(
     one: Any, line: Sequence[Any], more: Counter[tuple[str, str]]
 ) -> QuotaExceeded | None:
-    """Why a sandbox finds no place in its projects, which hold ``more`` than they say."""
-    for row in line:
+    """Why a sandbox finds no place in its projects, which hold ``more`` than they say. Of several
+    that refuse, the nearest is named."""
+    for row in reversed(line):
         for dimension in _RUNNING:
             amount = dimension.amount(_wanted(one))
             use = getattr(row, dimension.use) + more[row.project_id, dimension.name]

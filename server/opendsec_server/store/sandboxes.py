@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -32,6 +32,10 @@ _network = msgspec.json.Decoder(NetworkPolicy)
 _extra = msgspec.json.Decoder(SandboxExtra)
 
 _SELECT_ONE = sa.select(SANDBOXES).where(SANDBOXES.c.sandbox_id == sa.bindparam("this_sandbox"))
+
+_SEQS = sa.select(SANDBOXES.c.sandbox_id, SANDBOXES.c.node_seq).where(
+    SANDBOXES.c.sandbox_id.in_(sa.bindparam("these", expanding=True))
+)
 
 PRUNE_BATCH = 500
 """Records removed in one transaction, so that creates are not held up."""
@@ -95,6 +99,16 @@ async def get_sandboxes(store: Store, sandbox_ids: Sequence[str]) -> dict[str, S
         query = sa.select(SANDBOXES).where(SANDBOXES.c.sandbox_id.in_(sandbox_ids))
         rows = connection.execute(query).mappings().all()
         return {row["sandbox_id"]: record_of(row) for row in rows}
+
+    return await store.read(work)
+
+
+async def node_seqs(store: Store, sandbox_ids: Collection[str]) -> dict[str, int]:
+    """The nodes' counts of changes up to which records are known to be true."""
+
+    def work(connection: sa.Connection) -> dict[str, int]:
+        rows = connection.execute(_SEQS, {"these": list(sandbox_ids)})
+        return {row.sandbox_id: row.node_seq for row in rows}
 
     return await store.read(work)
 

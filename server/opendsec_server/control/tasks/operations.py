@@ -57,7 +57,8 @@ class Operations:
         self._work = work
         self._owner = random_chars(12)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._runs: dict[str, _Run] = {}
+        self._places: dict[str, tuple[str, str]] = {}
+        """Project and task of each that runs."""
         self._changed: dict[str, asyncio.Event] = {}
         self._looker: asyncio.Task[None] | None = None
 
@@ -89,12 +90,10 @@ class Operations:
         now = time.time()
         wanted = _leased(wanted, self._owner, now)
         operation, new = await rows.begin_operation(self._store, wanted, now=now)
+        if new:
+            await self._end_others(operation)
         if operation.owner == self._owner and operation.finished_at is None:
             self._spawn(operation)
-        if new:
-            # Those that it takes the place of end at once.
-            for run in self._runs.values():
-                run.look()
         return operation, new
 
     async def follow(
@@ -124,6 +123,14 @@ class Operations:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S):
                     await changed.wait()
+
+    async def _end_others(self, operation: TaskOperation) -> None:
+        """Those that it takes the place of begin nothing more. What they have begun, nodes know."""
+        place = (operation.project_id, operation.task_id)
+        others = [self._running[name] for name, its in self._places.items() if its == place]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     # --- taking over --------------------------------------------------------
 
@@ -156,24 +163,23 @@ class Operations:
         if name in self._running:
             return
         self._changed[name] = asyncio.Event()
-        run = self._runs[name] = _Run(
-            self._store, self._work, operation, self._owner, self._changed
-        )
-        task = asyncio.create_task(self._run(operation, run), name=f"{operation.kind}-task")
+        self._places[name] = (operation.project_id, operation.task_id)
+        task = asyncio.create_task(self._run(operation), name=f"{operation.kind}-task")
         self._running[name] = task
         task.add_done_callback(lambda _: self._over(name))
 
     def _over(self, name: str) -> None:
         self._running.pop(name, None)
-        self._runs.pop(name, None)
+        self._places.pop(name, None)
         changed = self._changed.pop(name, None)
         if changed is not None:
             changed.set()
 
     # --- carrying out -------------------------------------------------------
 
-    async def _run(self, operation: TaskOperation, run: _Run) -> None:
+    async def _run(self, operation: TaskOperation) -> None:
         began = time.monotonic()
+        run = _Run(self._store, self._work, operation, self._owner, self._changed)
         while True:
             try:
                 finished = await run.to_the_end()
@@ -235,10 +241,6 @@ class _Run:
                 return after
             # Something came into the task meanwhile.
             await asyncio.sleep(AGAIN_S)
-
-    def look(self) -> None:
-        """See soon whether the operation is still ours."""
-        self._some.set()
 
     async def _write(self, working: asyncio.Task[None]) -> TaskOperation | None:
         while True:

@@ -15,6 +15,7 @@ from opendsec_server.contract.errors import (
     Internal,
     NodeUnavailable,
     OpendsecError,
+    QuotaExceeded,
     SandboxNotFound,
     StateConflict,
     StoreUnavailable,
@@ -31,7 +32,7 @@ from opendsec_server.store.sandboxes import get_sandbox
 from opendsec_server.store.store import Store
 from opendsec_server.store.task_operations import Noted, OperationParams, TaskOperation
 
-from .grouped import GroupedLedger
+from .grouped import Grouped, GroupedLedger
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +50,7 @@ class Work:
         store: Where records are.
         node: Where sandboxes are.
         creates: Knows which are being made here.
-        lifecycle: Resumes, with a place in the quota.
+        lifecycle: Gives places in the quota.
         ledger: Records states.
         invalidations: Tells edges.
         metrics: Times it.
@@ -71,6 +72,9 @@ class Work:
         self._creates = creates
         self._lifecycle = lifecycle
         self._ledger = GroupedLedger(ledger)
+        self._places = Grouped[SandboxRecord, QuotaExceeded | None](
+            lifecycle.take_places, lambda record: lifecycle.leave_place(record.sandbox_id)
+        )
         self._invalidations = invalidations
         self._metrics = metrics
 
@@ -127,10 +131,22 @@ class Work:
     async def _resume(self, record: SandboxRecord, params: OperationParams) -> Noted:
         record = await self._started(record)
         name = record.sandbox_id
-        if record.state is State.RUNNING:
+        # The record of one that is just being paused may say that it runs.
+        if record.state is State.RUNNING and (await self._node.get(name)).state is State.RUNNING:
             return Noted(sandbox_id=name, outcome="already")
         timeout_s = record.timeout_s if params.timeout_s is None else params.timeout_s
-        await self._lifecycle.resume(record, timeout_s)
+        refusal = await self._places.do(record)
+        if refusal is not None:
+            raise refusal
+        try:
+            async with self._lifecycle.recorded_if_failed(name):
+                with self._metrics.timed("resume", record.backend):
+                    status = await self._node.resume(name, end_at=time.time() + timeout_s)
+            # Its address may be another one now.
+            self._invalidations.publish(name)
+            await self._record(change_from_status(status, cause=CAUSE, now=time.time(), again=True))
+        finally:
+            self._lifecycle.leave_place(name)
         return Noted(sandbox_id=name, outcome="done")
 
     async def _kill(self, record: SandboxRecord, params: OperationParams) -> Noted:
