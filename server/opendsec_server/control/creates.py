@@ -389,6 +389,17 @@ class Creates:
             record, sandbox_id=new_sandbox_id(chosen.node_id), node_id=chosen.node_id
         )
 
+    def another(self, record: SandboxRecord) -> SandboxRecord:
+        """The record of a sandbox of which nothing was made, to be made under another id.
+
+        Raises:
+            NodeFull, NodeNotReached: no node can be asked.
+        """
+        now = time.time()
+        fresh = msgspec.structs.replace(record, created_at=now, end_at=now + record.timeout_s)
+        # A snapshot is on its node only.
+        return self._placed(fresh, only=None if record.snapshot_id is None else record.node_id)
+
     async def _moved(
         self, record: SandboxRecord, refused_by: Collection[str]
     ) -> SandboxRecord | None:

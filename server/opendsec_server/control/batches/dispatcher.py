@@ -21,6 +21,7 @@ from opendsec_server.contract.errors import (
     BatchCancelled,
     NodeUnavailable,
     OpendsecError,
+    PlatformError,
     SandboxNotFound,
     SandboxStartFailed,
     StartTimeout,
@@ -31,6 +32,7 @@ from opendsec_server.contract.states import State
 from opendsec_server.control.creates import Creates, Started, failure
 from opendsec_server.store import batches as rows
 from opendsec_server.store.batches import Batch, Beginning, Begun, ErrorBody, Outcome
+from opendsec_server.store.moves import move_create
 from opendsec_server.store.records import SandboxRecord, StateChange
 from opendsec_server.store.store import Store
 
@@ -349,7 +351,8 @@ class Dispatcher:
             await self._slots.acquire(record.node_id)
             flying.callback(self._slots.release, record.node_id)
             if record.state in (State.PENDING, State.STARTING):
-                await self._see_through(running, index, await self._unaged(record))
+                record = await self._unaged(record)
+                await self._see_through(running, index, record, cut_off=flying)
                 return
             error = None
             if record.state is State.FAILED:
@@ -357,9 +360,34 @@ class Dispatcher:
                 error["fault"] = record.fault or error["fault"]
             await self._note(running, index, [], error)
 
-    async def _see_through(self, running: RunningBatch, index: int, record: SandboxRecord) -> None:
+    async def _see_through(
+        self,
+        running: RunningBatch,
+        index: int,
+        record: SandboxRecord,
+        *,
+        cut_off: contextlib.ExitStack | None = None,
+    ) -> None:
+        """Make a sandbox and note the outcome.
+
+        Args:
+            running: The batch.
+            index: The item.
+            record: Its sandbox.
+            cut_off: An earlier attempt was cut off by the end of a process, which may have taken
+                the start with it; then there is another, whose id flies in this stack.
+        """
         try:
-            started = await self._made(running, index, record)
+            try:
+                started = await self._made(running, index, record)
+            except PlatformError as exc:
+                another = None
+                if cut_off is not None and exc.retryable and not isinstance(exc, NodeUnavailable):
+                    another = await self._another(record, cut_off)
+                if another is None:
+                    raise
+                record = another
+                started = await self._made(running, index, record)
         except OpendsecError as exc:
             log.warning(
                 "create failed", sandbox_id=record.sandbox_id, code=exc.code, message=exc.message
@@ -384,6 +412,19 @@ class Dispatcher:
             with contextlib.suppress(StoreUnavailable):
                 now = await rows.begun_record(self._store, running.batch_id, index)
                 record = now or record
+
+    async def _another(
+        self, record: SandboxRecord, flying: contextlib.ExitStack
+    ) -> SandboxRecord | None:
+        """A record in the place of one of which nothing is left. None: there can be none."""
+        try:
+            another = self._creates.another(record)
+            flying.enter_context(self._creates.flying(another.sandbox_id))
+            if await move_create(self._store, record.sandbox_id, another):
+                return another
+        except OpendsecError:
+            pass
+        return None
 
     async def _unaged(self, record: SandboxRecord) -> SandboxRecord:
         """Its time has not begun if its node has never heard of it."""

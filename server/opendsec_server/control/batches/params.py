@@ -20,7 +20,7 @@ class BatchParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
 
     count: int
     common: CreateParams
-    differing: dict[int, dict[str, Any]] = {}
+    differing: dict[str, dict[str, Any]] = {}
     """By index: the fields of an item that are not as in ``common``, as JSON has them."""
     wait_s: int = limits.BATCH_WAIT_S_DEFAULT
     """How long an item may wait for its turn."""
@@ -52,7 +52,7 @@ class BatchParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
             return cls(count=count, common=common, wait_s=wait_s)
         if not 1 <= len(items) <= limits.BATCH_ITEMS_MAX:
             raise InvalidRequest(f"items: 1 to {limits.BATCH_ITEMS_MAX}")
-        differing: dict[int, dict[str, Any]] = {}
+        differing: dict[str, dict[str, Any]] = {}
         plain = msgspec.to_builtins(common)
         checked: set[int] = set()
         for index, item in enumerate(items):
@@ -68,12 +68,12 @@ class BatchParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
                 own = msgspec.to_builtins(item)
                 delta = {name: own[name] for name in _FIELDS if own[name] != plain[name]}
                 if delta:
-                    differing[index] = delta
+                    differing[str(index)] = delta
         return cls(count=len(items), common=common, differing=differing, wait_s=wait_s)
 
     def item(self, index: int) -> CreateParams:
         """The parameters of one item."""
-        delta = self.differing.get(index)
+        delta = self.differing.get(str(index))
         if delta is None:
             return self.common
         return msgspec.convert(msgspec.to_builtins(self.common) | delta, CreateParams)

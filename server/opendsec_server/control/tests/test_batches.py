@@ -53,8 +53,10 @@ async def test_items_that_differ(services: Services, node: FakeNode, caller: Cal
     common = CreateParams(env={"A": "1"}, memory_mb=128)
     own = [common, CreateParams(env={"A": "2"}, memory_mb=256), common]
     params = BatchParams.of(common, own, count=0, wait_s=60)
-    assert params.differing == {1: {"env": {"A": "2"}, "memory_mb": 256}}
-    asked = await services.batches.create(caller, params, key=None)
+    assert params.differing == {"1": {"env": {"A": "2"}, "memory_mb": 256}}
+    assert BatchParams.unpack(params.pack()) == params
+    asked = await services.batches.create(caller, params, key="k")
+    assert await services.batches.create(caller, params, key="k") == asked
     _, items = await outcomes(services, caller, asked.batch_id)
     specs = {item.index: node.specs[item.sandbox_id or ""] for item in items}
     assert [specs[index].memory_mb for index in range(3)] == [128, 256, 128]
