@@ -15,10 +15,10 @@ from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from opendsec_server.control.audit import Audit
-from opendsec_server.control.iam import Caller
+from opendsec_server.control.iam import Caller, KnownRefused
 from opendsec_server.store.audit import Call
 
-from .http import AUDIT_OBJECT_KEY, CALLER_KEY, ERROR_CODE_KEY, GUARDED_KEY
+from .http import AUDIT_OBJECT_KEY, CALLER_KEY, ERROR_CODE_KEY, GUARDED_KEY, REFUSED_KEY
 
 TEXT_CHARS_MAX = 300
 _REFUSED = frozenset({401, 403, 429})
@@ -66,10 +66,7 @@ class Audited:
             Call(
                 at=time.time(),
                 request_id=str(scope.get("opendsec.request_id") or "")[:TEXT_CHARS_MAX],
-                actor_kind=_kind(caller),
-                actor_id=None if caller is None else caller.actor_id,
-                credential_id=None if caller is None else (caller.token_id or caller.key_id),
-                project_id=None if caller is None else caller.project_id,
+                **_who(caller, scope.get(REFUSED_KEY)),
                 action=f"{method} {scope.get('path_template') or scope['path']}"[:TEXT_CHARS_MAX],
                 object=_object(scope),
                 outcome=outcome,
@@ -79,12 +76,25 @@ class Audited:
         )
 
 
-def _kind(caller: Caller | None) -> Any:
-    if caller is None:
-        return "none"
-    if caller.token_id is not None:
-        return "token"
-    return "key" if caller.principal_id is None else "principal"
+def _who(caller: Caller | None, refused: KnownRefused | None) -> dict[str, Any]:
+    """The fields that say who called."""
+    if caller is not None:
+        kind = "key" if caller.principal_id is None else "principal"
+        return {
+            "actor_kind": kind if caller.token_id is None else "token",
+            "actor_id": caller.actor_id,
+            "credential_id": caller.token_id or caller.key_id,
+            "project_id": caller.project_id,
+        }
+    if refused is not None:
+        kind = "key" if refused.actor_id == refused.credential_id else "principal"
+        return {
+            "actor_kind": kind,
+            "actor_id": refused.actor_id,
+            "credential_id": refused.credential_id,
+            "project_id": refused.own_project_id,
+        }
+    return dict.fromkeys(("actor_id", "credential_id", "project_id")) | {"actor_kind": "none"}
 
 
 def _object(scope: dict[str, Any]) -> str | None:

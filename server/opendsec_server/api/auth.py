@@ -10,10 +10,10 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
 from opendsec_server.contract.errors import InvalidRequest
-from opendsec_server.control.iam import Caller
+from opendsec_server.control.iam import Caller, KnownRefused
 from opendsec_server.control.services import Services
 
-from .http import CALLER_KEY, GUARDED_KEY, segment
+from .http import CALLER_KEY, GUARDED_KEY, REFUSED_KEY, segment
 from .native.documented import ANY_RIGHT
 from .rights import right_of
 
@@ -63,7 +63,11 @@ async def require_key(connection: Connection, handler: BaseRouteHandler) -> None
     """Guard: refuse requests without a valid key, and those that it has no right to."""
     scope = connection.scope
     scope[GUARDED_KEY] = True  # type: ignore[literal-required]
-    caller = await authenticate(connection)
+    try:
+        caller = await authenticate(connection)
+    except KnownRefused as exc:
+        scope[REFUSED_KEY] = exc  # type: ignore[literal-required]
+        raise
     # Set before it is refused: the audit log names who was.
     scope[CALLER_KEY] = caller  # type: ignore[literal-required]
     right = right_of(handler, scope["method"], scope["path"])

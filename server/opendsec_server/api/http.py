@@ -25,6 +25,8 @@ Request = LitestarRequest[Any, Any, Any]
 CALLER_KEY = "opendsec.caller"
 GUARDED_KEY = "opendsec.guarded"
 """Set in the scope of a request to a path that needs a key."""
+REFUSED_KEY = "opendsec.refused"
+"""Set in the scope of a request whose key is good, but not for what it asks: the error."""
 ERROR_CODE_KEY = "opendsec.error_code"
 AUDIT_OBJECT_KEY = "opendsec.audit_object"
 SHOWN_CHARS_MAX = 64

@@ -63,7 +63,8 @@ REMEDIES = {
     "unauthenticated": "Set OPENDSEC_API_KEY. On the server's machine: "
     'eval "$(sudo opendsec env)"',
     "not_configured": "Set OPENDSEC_API_URL and OPENDSEC_API_KEY, or give --url.",
-    "forbidden": "Use a key of the project that owns it (OPENDSEC_API_KEY).",
+    "forbidden": "Use a key or token that has the right, of the project that owns it "
+    "(OPENDSEC_API_KEY). `opendsec token whoami` shows what yours may do.",
     "sandbox_not_found": "`opendsec ls -a` lists them. An ended one cannot be used again: create "
     "a new one.",
     "template_not_found": "`opendsec template ls` lists them; snapshots go by --from-snapshot.",

@@ -11,6 +11,20 @@ from opendsec_server.store.records import Project
 from .rights import EVERYTHING, Right, covers
 
 
+class KnownRefused(Forbidden):
+    """A key or token that is good, but not in the project that the request names."""
+
+    def __init__(
+        self, message: str, *, actor_id: str, credential_id: str, own_project_id: str
+    ) -> None:
+        super().__init__(
+            message, remediation="Use a key or token that has, or leave the project out."
+        )
+        self.actor_id = actor_id
+        self.credential_id = credential_id
+        self.own_project_id = own_project_id
+
+
 class Caller(msgspec.Struct, kw_only=True, frozen=True):
     """The project in whose name a request is made, and who makes it."""
 

@@ -32,7 +32,7 @@ from opendsec_server.store.principals import Credential
 from opendsec_server.store.records import ApiKey, Project
 from opendsec_server.store.store import Store
 
-from .caller import Caller
+from .caller import Caller, KnownRefused
 from .rights import EVERYTHING, ROLES, Right, both
 
 log = structlog.get_logger(__name__)
@@ -207,11 +207,12 @@ def _caller_of(found: Credential, project_id: str | None) -> Caller:
     rights = _rights_of(found)
     project = found.project
     if project is None or project.closed_at is not None or not rights:
-        shown = project_id or (found.token or found.key).project_id
-        raise Forbidden(
-            f"this key has no rights in project `{shown[:80]}`",
-            remediation="Use a key or token that has, or leave the project out.",
-            details={"project_id": shown[:80]},
+        own_project_id = (found.token or found.key).project_id
+        raise KnownRefused(
+            f"this key has no rights in project `{(project_id or own_project_id)[:80]}`",
+            actor_id=found.key.principal_id or found.key.key_id,
+            credential_id=found.token.token_id if found.token else found.key.key_id,
+            own_project_id=own_project_id,
         )
     token = found.token
     return Caller(
