@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -221,6 +221,8 @@ class _Run:
         self._outcomes: list[Noted] = []
         self._some = asyncio.Event()
         self._room = asyncio.Semaphore(AT_ONCE_MAX)
+        self._queues: dict[str, deque[SandboxRecord]] = defaultdict(deque)
+        self._workers: Counter[str] = Counter()
 
     async def to_the_end(self) -> TaskOperation | None:
         """None: it is another process's, or another operation has taken its place.
@@ -230,6 +232,7 @@ class _Run:
         """
         while True:
             self._outcomes.clear()
+            self._queues.clear()
             missing = await rows.missing_of(self._store, self._operation.operation_id)
             working = asyncio.create_task(self._work_on(missing), name="task-operation-work")
             try:
@@ -279,27 +282,35 @@ class _Run:
                 await asyncio.sleep(RETRY_S)
 
     async def _work_on(self, missing: list[str]) -> None:
-        queues: dict[str, deque[SandboxRecord]] = defaultdict(deque)
-        for start in range(0, len(missing), RECORDS_AT_ONCE):
-            these = missing[start : start + RECORDS_AT_ONCE]
-            records = await get_sandboxes(self._store, these)
-            for name in these:
-                record = records.get(name)
-                if record is None or record.terminal:
-                    self._came(Noted(sandbox_id=name, outcome="gone"))
-                else:
-                    queues[record.node_id].append(record)
+        """The first are worked on while the records of the others are read."""
         async with asyncio.TaskGroup() as group:
-            for queue in queues.values():
-                for _ in range(min(AT_ONCE_PER_NODE[self._operation.kind], len(queue))):
-                    group.create_task(self._work_off(queue))
+            for start in range(0, len(missing), RECORDS_AT_ONCE):
+                these = missing[start : start + RECORDS_AT_ONCE]
+                records = await get_sandboxes(self._store, these)
+                for name in these:
+                    record = records.get(name)
+                    if record is None or record.terminal:
+                        self._came(Noted(sandbox_id=name, outcome="gone"))
+                    else:
+                        self._put(group, record)
         self._some.set()
 
-    async def _work_off(self, queue: deque[SandboxRecord]) -> None:
-        while queue:
-            record = queue.popleft()
-            async with self._room:
-                self._came(await self._work.do(self._operation, record))
+    def _put(self, group: asyncio.TaskGroup, record: SandboxRecord) -> None:
+        node = record.node_id
+        self._queues[node].append(record)
+        if self._workers[node] < AT_ONCE_PER_NODE[self._operation.kind]:
+            self._workers[node] += 1
+            group.create_task(self._work_off(node))
+
+    async def _work_off(self, node: str) -> None:
+        queue = self._queues[node]
+        try:
+            while queue:
+                record = queue.popleft()
+                async with self._room:
+                    self._came(await self._work.do(self._operation, record))
+        finally:
+            self._workers[node] -= 1
 
     def _came(self, outcome: Noted) -> None:
         self._outcomes.append(outcome)
