@@ -177,7 +177,7 @@ def test_the_command_line(own_server: Server, client: Client, tmp_path: Path) ->
     run("principal", "rm", principal)
     token = run("token", "create", "--ttl", "60", "--right", "sandboxes:read")
     run("ls", OPENDSEC_API_KEY=token)
-    assert "60s" in run("token", "ls") or "59s" in run("token", "ls")
+    assert "sandboxes:read" in run("token", "ls")
     run("project", "close", project)
     assert "sandboxes:write" not in run("audit", "ls", "--limit", "5")
     export = tmp_path / "audit.jsonl"

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: AGPL-3.0-only
+"""What projects use and may use: counted by the database, decided up the chain."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config as AlembicConfig
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from opendsec_server.config import Config
+from opendsec_server.contract.errors import Conflict, NotFound, QuotaExceeded
+from opendsec_server.contract.states import TRANSITIONS, State
+from opendsec_server.store import accounts, migrate, projects, sandboxes
+from opendsec_server.store.changes import apply_changes
+from opendsec_server.store.creates import begin_create
+from opendsec_server.store.quotas import NO_LIMIT, Admitted, Wanted, admit, note_egress
+from opendsec_server.store.records import Project, StateChange
+from opendsec_server.store.store import Store
+from opendsec_server.store.tables import PROJECT_LINES, PROJECT_USE, PROJECTS, SANDBOXES
+
+from .test_queries import DATABASES, PROJECT, empty, key_of, record_of, store
+
+__all__ = ["DATABASES", "empty", "store"]
+
+ONE = Wanted(cpu=0.1, memory_mb=64, disk_mb=100)
+
+
+async def child(store: Store, name: str, parent: str = "p", **limits: Any) -> Project:
+    made = Project(
+        project_id=name,
+        name=name,
+        sandboxes_max=limits.pop("sandboxes_max", NO_LIMIT),
+        created_at=1.0,
+        parent_id=parent,
+        **limits,
+    )
+    return await projects.insert_child(store, made)
+
+
+async def ask(store: Store, project_id: str, count: int, now: float = 1e9, **one: Any) -> Admitted:
+    wanted = [Wanted(**{"cpu": 0.1, "memory_mb": 64, "disk_mb": 100, **one})] * count
+    return await store.write(lambda c: admit(c, project_id, wanted, now=now))
+
+
+async def set_limits(store: Store, **values: Any) -> None:
+    await store.write(
+        lambda c: c.execute(
+            sa.update(PROJECTS).where(PROJECTS.c.project_id == "p").values(**values)
+        )
+    )
+
+
+async def test_a_batch_fits_as_far_as_it_fits(store: Store) -> None:
+    await child(store, "a", sandboxes_max=5)
+    await child(store, "b", "a", memory_mb_max=200)
+    assert await ask(store, "b", 3) == Admitted(count=3, refusal=None)
+    admitted = await ask(store, "b", 10)
+    assert admitted.count == 3
+    assert admitted.refusal is not None
+    assert admitted.refusal.details == {
+        "dimension": "memory_mb",
+        "limit": 200,
+        "use": 192,
+        "wanted": 64,
+        "project_id": "b",
+        "project": "b",
+        "fits_never": False,
+    }
+    admitted = await ask(store, "b", 10, memory_mb=0)
+    assert admitted.count == 5
+    assert admitted.refusal is not None
+    assert admitted.refusal.details["project"] == "a"
+    assert (await ask(store, "p", 500)).refusal is None
+    never = await ask(store, "b", 1, memory_mb=201)
+    assert never.count == 0
+    assert never.refusal is not None
+    assert never.refusal.details["fits_never"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "one", "name"),
+    [
+        ({"cpu_max": 0.3}, {"cpu": 0.1}, "cpu"),
+        ({"memory_mb_max": 192}, {}, "memory_mb"),
+        ({"disk_mb_max": 300}, {}, "disk_mb"),
+        ({"gpu_max": 3}, {"gpu": 1}, "gpu"),
+        ({"sandboxes_max": 3}, {}, "sandboxes"),
+        ({"creates_per_s_max": 3.0}, {}, "creates_per_s"),
+    ],
+)
+async def test_each_dimension(
+    store: Store, limit: dict[str, Any], one: dict[str, Any], name: str
+) -> None:
+    await set_limits(store, **limit)
+    admitted = await ask(store, "p", 4, **one)
+    assert admitted.count == 3
+    assert admitted.refusal is not None
+    assert admitted.refusal.details["dimension"] == name
+    assert "project `p` (p)" in admitted.refusal.message
+
+
+async def test_creates_come_evenly_and_clocks_may_step(store: Store) -> None:
+    await set_limits(store, creates_per_s_max=10.0)
+    assert (await ask(store, "p", 10, now=100.0)).count == 10
+    held = await ask(store, "p", 10, now=100.2)
+    assert held.count == 2
+    assert held.refusal is not None and held.refusal.retry_after_s == 1
+    assert (await ask(store, "p", 10, now=101.2)).count == 10
+    # The clock is set back by a day, and forward by one: nobody waits for it.
+    assert (await ask(store, "p", 10, now=101.2 - 86_400)).count == 10
+    assert (await ask(store, "p", 10, now=101.2 + 86_400)).count == 10
+
+
+async def test_what_was_sent_today_counts_up_the_chain(store: Store) -> None:
+    await child(store, "a")
+    await set_limits(store, egress_mb_max=10)
+    now = 1e9
+    await store.write(lambda c: note_egress(c, "a", 9 * 1_048_576, now=now))
+    assert (await ask(store, "a", 1, now=now)).count == 1
+    await store.write(lambda c: note_egress(c, "a", 2 * 1_048_576, now=now))
+    refused = await ask(store, "a", 1, now=now)
+    assert refused.count == 0
+    assert refused.refusal is not None
+    assert refused.refusal.details["dimension"] == "egress_mb"
+    assert refused.refusal.details["use"] == 11
+    assert (await ask(store, "a", 1, now=now + 86_400)).count == 1
+
+
+async def test_creates_at_once_never_pass_a_limit_above(store: Store) -> None:
+    await set_limits(store, sandboxes_max=7)
+    for name in ("a", "b", "c"):
+        await child(store, name)
+    numbers = itertools.count(1)
+
+    async def create(project_id: str) -> bool:
+        try:
+            await begin_create(store, record_of(next(numbers), project_id=project_id), None)
+        except QuotaExceeded:
+            return False
+        return True
+
+    made = await asyncio.gather(*(create(name) for name in ("a", "b", "c") * 6))
+    assert sum(made) == 7
+    assert (await use(store, "p"))["sandboxes"] == 7
+
+
+async def test_what_is_handed_on_never_sums_to_more(store: Store) -> None:
+    await set_limits(store, cpu_max=10.0)
+    await child(store, "a", cpu_max=6.0)
+    await child(store, "b")
+    with pytest.raises(Conflict) as refused:
+        await child(store, "c", "b", cpu_max=5.0)
+    assert refused.value.details["limit"] == 10.0
+    assert refused.value.details["handed_on"] == 11
+    await child(store, "c", "b", cpu_max=4.0)
+    with pytest.raises(Conflict):
+        await projects.change_project(store, "a", name=None, limits={"cpu": 6.5})
+    with pytest.raises(Conflict):
+        await projects.change_project(store, "p", name=None, limits={"cpu": 9})
+    with pytest.raises(Conflict):
+        await projects.change_project(store, "b", name=None, limits={"cpu": 3})
+    await projects.change_project(store, "b", name=None, limits={"cpu": 4})
+    await projects.close_project(store, "c")
+    await projects.change_project(store, "b", name=None, limits={"cpu": 1})
+    await projects.change_project(store, "a", name="z", limits={"cpu": 9, "sandboxes": None})
+    with pytest.raises(Conflict):
+        await child(store, "z")
+    with pytest.raises(NotFound):
+        await child(store, "d", "c")
+
+
+async def use(store: Store, project_id: str) -> dict[str, int]:
+    def work(connection: sa.Connection) -> dict[str, int]:
+        query = sa.select(PROJECT_USE).where(PROJECT_USE.c.project_id == project_id)
+        row = connection.execute(query).mappings().one()
+        return {name: row[name] for name in ("sandboxes", "cpu_milli", "memory_mb", "disk_mb")}
+
+    return await store.read(work)
+
+
+async def counted(store: Store, project_id: str) -> dict[str, int]:
+    """The same, the slow way."""
+
+    def work(connection: sa.Connection) -> dict[str, int]:
+        below = sa.select(PROJECT_LINES.c.project_id).where(
+            PROJECT_LINES.c.ancestor_id == project_id
+        )
+        rows = connection.execute(
+            sa.select(SANDBOXES).where(
+                SANDBOXES.c.project_id.in_(below), SANDBOXES.c.ended_at.is_(None)
+            )
+        ).all()
+        runs = [row for row in rows if row.state != State.PAUSED]
+        return {
+            "sandboxes": len(runs),
+            "cpu_milli": sum(round(row.cpu * 1_000) for row in runs),
+            "memory_mb": sum(row.memory_mb for row in runs),
+            "disk_mb": sum(row.disk_mb for row in rows),
+        }
+
+    return await store.read(work)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["create", "move", "prune"]),
+        st.integers(0, 5),
+        st.sampled_from(sorted(TRANSITIONS)),
+    ),
+    max_size=25,
+)
+
+
+def test_what_is_counted_is_what_is_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever happens to sandboxes, by whichever way their rows are written."""
+    root = tmp_path_factory.mktemp("use")
+    numbers = itertools.count(1)
+    asyncio.run(_first(root / "seed"))
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(STEPS)
+    def check(steps: list[tuple[str, int, State]]) -> None:
+        path = root / str(next(numbers))
+        shutil.copytree(root / "seed", path)
+        asyncio.run(_walk(path, steps))
+
+    check()
+
+
+async def _walk(path: Path, steps: list[tuple[str, int, State]]) -> None:
+    store = await Store.open(Config(state_dir=str(path)))
+    try:
+        await child(store, "a")
+        await child(store, "b", "a")
+        for number, (what, which, state) in enumerate(steps):
+            name = record_of(which).sandbox_id
+            if what == "create":
+                record = record_of(
+                    which, project_id="pab"[which % 3], cpu=0.1 * which, memory_mb=64 + which
+                )
+                await sandboxes.insert_adopted(store, record)
+            elif what == "move":
+                change = StateChange(
+                    sandbox_id=name, state=state, at=float(number), cause="node", seq=number + 1
+                )
+                await apply_changes(store, [change])
+            else:
+                await sandboxes.prune(store, ended_before=float(number), now=float(number))
+        for project_id in ("p", "a", "b"):
+            assert await use(store, project_id) == await counted(store, project_id)
+    finally:
+        await store.close()
+
+
+async def _first(path: Path) -> None:
+    """Migrations cost more than a walk: the others begin with a copy."""
+    opened = await Store.open(Config(state_dir=str(path)))
+    await accounts.insert_project(opened, PROJECT, key_of("k1"))
+    await opened.close()
+
+
+def at_revision(path: Path, revision: str, work: Callable[[sa.Connection], None]) -> None:
+    engine = sa.create_engine(f"sqlite:///{path / 'store.db'}")
+    with engine.begin() as connection:
+        config = AlembicConfig()
+        config.set_main_option("script_location", str(migrate.MIGRATIONS))
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+        work(connection)
+    engine.dispose()
+
+
+async def test_a_database_of_the_release_before_is_counted(tmp_path: Path) -> None:
+    tmp_path.joinpath("store.db").touch(0o600)
+
+    def work(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("INSERT INTO projects VALUES ('p', 'p', 10, 0)")
+        for number, (state, ended) in enumerate(
+            [("running", None), ("paused", None), ("ended", 5.0), ("pausing", None)]
+        ):
+            values = {
+                **{"sandbox_id": f"i{number}", "project_id": "p", "node_id": "n"},
+                **{"template_id": "t", "template": "base", "backend": "container"},
+                **{"state": state, "cpu": 0.3, "memory_mb": 100, "disk_mb": 1_000, "env": "{}"},
+                **{"metadata": ",", "labels": ",", "created_at": 1, "end_at": 2},
+                **{"on_timeout": "kill", "network": "{}", "extra": "{}", "transitions": 2},
+                "ended_at": ended,
+            }
+            connection.execute(
+                sa.text(
+                    f"INSERT INTO sandboxes ({', '.join(values)}) VALUES (:{', :'.join(values)})"
+                ),
+                values,
+            )
+
+    at_revision(tmp_path, "0003", work)
+    store = await Store.open(Config(state_dir=str(tmp_path)))
+    try:
+        assert await use(store, "p") == {
+            "sandboxes": 2,
+            "cpu_milli": 600,
+            "memory_mb": 200,
+            "disk_mb": 3_000,
+        }
+        project = await accounts.get_project(store, "p")
+        assert project is not None and (project.parent_id, project.depth) == (None, 0)
+        await child(store, "a", sandboxes_max=3)
+        assert (await ask(store, "a", 5)).count == 3
+        end = StateChange(sandbox_id="i0", state=State.ENDED, at=9.0, cause="node")
+        await apply_changes(store, [end])
+        assert (await use(store, "p"))["sandboxes"] == 1
+    finally:
+        await store.close()
