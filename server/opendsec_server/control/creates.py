@@ -108,9 +108,12 @@ class Creates:
         backends: Backends,
         ledger: Ledger,
         metrics: ControlMetrics,
+        alone: bool = True,
     ) -> None:
         self._store = store
         self._node = fleet
+        self._alone = alone
+        """No other gateway works on the same store."""
         self._mint = mint
         self._templates = templates
         self._origins = origins
@@ -136,6 +139,15 @@ class Creates:
         if in_flight is not None:
             return not in_flight.moved_on
         return name in self._recorded
+
+    def is_anothers(self, record: SandboxRecord) -> bool:
+        """Whether another gateway may be making it at this moment: its node need not know it
+        yet."""
+        return (
+            not self._alone
+            and record.sandbox_id not in self._unsettled
+            and time.time() - record.created_at < FOREIGN_ATTEMPT_S
+        )
 
     def in_flight(self, sandbox_id: str) -> bool:
         """Whether this process is making the sandbox right now, and will record the outcome."""

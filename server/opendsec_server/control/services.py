@@ -95,6 +95,7 @@ class Services:
             backends=self.backends,
             ledger=ledger,
             metrics=self.metrics,
+            alone=config.role != "gateway",
         )
         self.batches = Batches(
             store=store,

@@ -22,6 +22,7 @@ from opendsec_server.contract.node import NodeEvent, SandboxStatus
 from opendsec_server.contract.states import State
 from opendsec_server.store import sandboxes
 from opendsec_server.store.records import SandboxRecord, StateChange
+from opendsec_server.store.sandboxes import LiveMark
 from opendsec_server.store.store import Store
 
 from .builds.service import Builds
@@ -248,17 +249,23 @@ class Watcher:
         return len(changes)
 
     async def _compare_node(self, member: Member, node_id: str) -> None:
-        records = await sandboxes.live_sandboxes(self._store, node_id)
+        marks = await sandboxes.live_marks(self._store, node_id)
         on_node = {status.sandbox_id: status for status in await member.client.list()}
         changes: list[StateChange] = []
-        for record in records:
-            status = on_node.pop(record.sandbox_id, None)
-            if self._creates.in_flight(record.sandbox_id):
+        for mark in marks:
+            status = on_node.pop(mark.sandbox_id, None)
+            if self._creates.in_flight(mark.sandbox_id):
                 continue
-            if record.state in (State.PENDING, State.STARTING):
-                await self._creates.settle(record)
+            if mark.state in (State.PENDING, State.STARTING):
+                record = await sandboxes.get_sandbox(self._store, mark.sandbox_id)
+                if (
+                    record is not None
+                    and record.state in (State.PENDING, State.STARTING)
+                    and not self._creates.is_anothers(record)
+                ):
+                    await self._creates.settle(record)
                 continue
-            change = await self._compare_one(record, status)
+            change = await self._compare_one(mark, status)
             if change is not None:
                 changes.append(change)
         await self._ledger.apply(changes)
@@ -266,7 +273,7 @@ class Watcher:
         await self._saving.reconcile(node_id, member.client)
 
     async def _compare_one(
-        self, record: SandboxRecord, status: SandboxStatus | None
+        self, record: LiveMark, status: SandboxStatus | None
     ) -> StateChange | None:
         if status is None:
             try:

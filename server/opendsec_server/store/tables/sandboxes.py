@@ -67,6 +67,12 @@ sa.Index(
     postgresql_where=SANDBOXES.c.ended_at.is_(None),
 )
 sa.Index(
+    "ix_sandboxes_live_node",
+    SANDBOXES.c.node_id,
+    sqlite_where=SANDBOXES.c.ended_at.is_(None),
+    postgresql_where=SANDBOXES.c.ended_at.is_(None),
+)
+sa.Index(
     "ix_sandboxes_ended",
     SANDBOXES.c.ended_at,
     sqlite_where=SANDBOXES.c.ended_at.is_not(None),
