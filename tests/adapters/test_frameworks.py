@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
+import tarfile
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from opendsec import BuildStep, Client
-from opendsec_server.images.tests.registries import running_registry
+from opendsec_server.images.tests.registries import Entry, make_layout, running_registry, tar_of
 from tests.harness import Server
 
 INSIDE = Path(__file__).parent / "inside"
@@ -33,7 +35,7 @@ FRAMEWORKS = {
     "swerex": ("swerex", 9),
     "mcp": ("mcp", 2),
     "gymnasium": ("gymnasium", 4),
-    "harbor": ("harbor", 6),
+    "harbor": ("harbor", 7),
 }
 
 
@@ -43,6 +45,20 @@ def has(package: str) -> bool:
     return subprocess.run([PYTHON, "-c", code], check=False).returncode == 0
 
 
+def small_system() -> bytes:
+    """A layer of one program under all its names. Harbor needs a bash besides."""
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        pytest.skip("the package busybox-static is not installed")
+    names = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True)
+    entries = [Entry("bin/busybox", Path(busybox).read_bytes(), mode=0o755)]
+    entries += [Entry(f"bin/{name}", kind=tarfile.SYMTYPE, link="busybox")
+                for name in names.stdout.split() if name != "busybox"]  # fmt: skip
+    entries.append(Entry("bin/bash", b'#!/bin/sh\nexec sh "$@"\n', mode=0o755))
+    entries.append(Entry("tmp", kind=tarfile.DIRTYPE, mode=0o1777))
+    return tar_of(entries)
+
+
 @pytest.fixture(scope="module")
 def images(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """What Harbor's tasks begin with: an image in a registry, and one that the server has."""
@@ -50,11 +66,12 @@ def images(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         running_registry(tmp_path_factory.mktemp("registry")) as registry,
         Client(base_url=server.url, api_key=server.api_key) as client,
     ):
-        reference = f"{registry.host}/base:1"
+        layout = tmp_path_factory.mktemp("layout")
+        make_layout(layout, [small_system()], {"Env": ["PATH=/bin"]})
+        reference = registry.push(layout, "small:1")
         client.templates.build(
             "as-root", from_template="base", steps=[BuildStep(type="USER", args=("root",))]
         )
-        client.templates.push("as-root", reference)
         with client.create("as-root", memory_mb=64) as sandbox:
             sandbox.pack(PACKED)
         yield {"BASE_IMAGE": reference, "PACKED_IMAGE": PACKED}
@@ -77,7 +94,8 @@ def running(
             begun[name] = subprocess.Popen(
                 [
                     PYTHON, "-m", "pytest", "-q", "-c", INSIDE / "pytest.ini",
-                    INSIDE / f"check_{name}.py", f"--junit-xml={folder / name}.xml", f"--basetemp={folder / name}",
+                    f"--junit-xml={folder / name}.xml", f"--basetemp={folder / name}",
+                    INSIDE / f"check_{name}.py",
                 ],
                 env={**server.client_environment, **images},
                 stdin=subprocess.DEVNULL,

@@ -38,14 +38,23 @@ grep -q hello /app/hello.txt && echo 1 > reward.txt || echo 0 > reward.txt
 """
 
 
-def task(folder: Path, environment: str, dockerfile: str | None = None) -> Path:
+def task(
+    folder: Path,
+    environment: str,
+    dockerfile: str | None = None,
+    *,
+    verifier: str = "",
+    artifacts: str = "[]",
+) -> Path:
     """A task in Harbor's form."""
     for name in ("environment", "solution", "tests"):
         (folder / name).mkdir(parents=True)
     (folder / "task.toml").write_text(f"""\
 version = "1.0"
+artifacts = {artifacts}
 [verifier]
 timeout_sec = 60.0
+{verifier}
 [agent]
 timeout_sec = 60.0
 network_mode = "no-network"
@@ -99,6 +108,21 @@ async def test_a_task_with_a_dockerfile(tmp_path: Path) -> None:
         assert client.templates.get(name).builds == 1
         assert [*client.list(labels=[LABEL])] == []
         client.templates.delete(name)
+
+
+async def test_a_verifier_in_a_sandbox_of_its_own(tmp_path: Path) -> None:
+    path = task(
+        tmp_path / "task",
+        f'docker_image = "{PACKED}"',
+        verifier='environment_mode = "separate"',
+        artifacts='["/app/hello.txt"]',
+    )
+    # It would see this, if it were the agent's sandbox.
+    with (path / "solution/solve.sh").open("a") as script:
+        script.write("touch /tmp/agent-was-here\n")
+    with (path / "tests/test.sh").open("a") as script:
+        script.write("[ ! -e /tmp/agent-was-here ] || echo 0 > reward.txt\n")
+    assert await trial(path, "oracle") == {"reward": 1.0}
 
 
 @pytest.fixture
