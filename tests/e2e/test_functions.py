@@ -129,8 +129,7 @@ async def test_map_in_order_and_as_completed(async_client: AsyncClient) -> None:
         with pytest.raises(FunctionRaised):
             async for _ in remote.map([4, -1]):
                 pass
-        both = await asyncio.gather(remote(1), remote(4))
-        assert both == [7.0, 8.0]
+        assert list(await asyncio.gather(remote(1), remote(4))) == [7.0, 8.0]
 
 
 def test_modules_are_there_before_the_call(client: Client) -> None:
