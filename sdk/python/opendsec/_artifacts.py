@@ -37,7 +37,14 @@ def cleaned(archive: IO[bytes], name: str, *, bytes_max: int) -> IO[bytes]:
     except ArtifactsRefused:
         result.close()
         raise
-    except (tarfile.TarError, ValueError, KeyError, OverflowError, EOFError) as exc:
+    except (
+        tarfile.TarError,
+        ValueError,
+        KeyError,
+        OverflowError,
+        EOFError,
+        RecursionError,  # Of headers that are about headers.
+    ) as exc:
         result.close()
         raise ArtifactsRefused(f"{name} cannot be read as an archive: {exc}") from exc
     except BaseException:
