@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from typing import Any
 
 SIZES = struct.Struct("!II")
+PAYLOAD = struct.Struct("!III")
 HEAD_BYTES_MAX = 1 << 20
 BODY_BYTES_MAX = 64 << 20
 HANDSHAKE_S = 30.0
@@ -195,39 +196,54 @@ class Gauge:
 
 
 class Call:
-    """One call, from its first byte to the last of its processes."""
+    """One call, from its first byte to the last of its processes.
 
-    def __init__(
-        self, front: Front, head: dict[str, Any], payload: bytes, uid: int, place: str
-    ) -> None:
-        self.front, self.head, self.uid, self.place = front, head, uid, place
-        self.left = memoryview(payload)
+    Its process is made before there is anything to call (``spawn``), and waits: making it takes
+    longer than most calls.
+    """
+
+    def __init__(self, front: Front, uid: int, place: str) -> None:
+        self.front, self.uid, self.place = front, uid, place
+        self.stack = contextlib.ExitStack()
+        self.left = memoryview(b"")
         self.killed: str | None = None
         self.report: dict[str, Any] | None = None
 
-    def run(self) -> None:
+    def spawn(self) -> None:
+        """Have the zygote make the process."""
+        given, self.feed = self._pipe()
+        self.result_r, result_w = self._pipe()
+        self.out_r, out_w = self._pipe()
+        self.err_r, err_w = self._pipe()
+        theirs = [given, result_w, out_w, err_w]
+        self.front.zygote.give({"uid": self.uid, "place": self.place}, theirs)
+        for fd in theirs:
+            self._close(fd)
+        for fd in (self.feed, self.result_r, self.out_r, self.err_r):
+            os.set_blocking(fd, False)
+
+    def died_early(self) -> bool:
+        """Whether the process has ended before it was given anything: then another one is made."""
+        ready, _, _ = select.select([self.front.zygote.sock], [], [], 0)
+        return bool(ready)
+
+    def give_up(self) -> None:
+        """Forget a process that has died early."""
+        if not self.front.zygote.told().get("clean"):
+            raise Unclean("a process that was to make a call has ended")
+        self.stack.close()
+
+    def run(self, head: dict[str, Any], payload: bytes) -> None:
+        """Make the call and tell the server what came of it."""
+        self.left = memoryview(payload)
         ooms = oom_kills()
         began = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            given, self.feed = self._pipe(stack)
-            result_r, result_w = self._pipe(stack)
-            out_r, out_w = self._pipe(stack)
-            err_r, err_w = self._pipe(stack)
-            theirs = [given, result_w, out_w, err_w]
-            self.front.zygote.give(
-                {"uid": self.uid, "place": self.place, "memory": self.head.get("memory"),
-                 "processes": self.head["processes"]},
-                theirs,
-            )  # fmt: skip
-            for fd in theirs:
-                self._close(fd)
-            self.result = Gauge(result_r, self.head["result_max"])
-            self.out = Gauge(out_r, self.head["stdout_max"])
-            self.err = Gauge(err_r, self.head["stderr_max"])
-            for fd in (self.feed, result_r, out_r, err_r):
-                os.set_blocking(fd, False)
+        self.result = Gauge(self.result_r, head["result_max"])
+        self.out = Gauge(self.out_r, head["stdout_max"])
+        self.err = Gauge(self.err_r, head["stderr_max"])
+        with self.stack:
             try:
-                self._watch(began + self.head["timeout_s"])
+                self._watch(began + head["timeout_s"])
                 self._drain()
             except Unclean:
                 # What came of the call is known all the same; the worker ends after it.
@@ -260,11 +276,11 @@ class Call:
             bytes(self.err.kept),
         )
 
-    def _pipe(self, stack: contextlib.ExitStack) -> tuple[int, int]:
+    def _pipe(self) -> tuple[int, int]:
         reader, writer = os.pipe()
         self.front.fds.update((reader, writer))
-        stack.callback(self._close, reader)
-        stack.callback(self._close, writer)
+        self.stack.callback(self._close, reader)
+        self.stack.callback(self._close, writer)
         return reader, writer
 
     def _close(self, fd: int) -> None:
@@ -439,28 +455,50 @@ class Front:
         self.link.send({"ready": True, "python": told["ready"]})
 
     def serve(self) -> None:
+        call = self._prepare()
         while True:
             head, body = self.link.receive()
             if "cancel" in head:
                 continue  # It had ended already.
-            code = self._code(head, body)
-            uid = UID_FIRST + self.calls % UID_COUNT
-            self.calls += 1
-            place = "%s/%d" % (HOME, uid)
-            os.mkdir(place, 0o700)
-            os.chown(place, uid, uid)
-            item = body[head["code_bytes"] :]
-            payload = b"".join((SIZES.pack(len(code), len(item)), code, item))
-            del body, item, code
+            payload = self._payload(head, body)
+            del body
             try:
-                Call(self, head, payload, uid, place).run()
+                if call.died_early():
+                    call.give_up()
+                    call = self._again(call)
+                call.run(head, payload)
             except Unclean as exc:
                 self.link.send({"unclean": str(exc)})
                 return
-            why = self.scrub(place)
+            del payload
+            why = self.scrub(call.place)
             self.link.send({"unclean": why} if why else {"idle": True})
             if why:
                 return
+            call = self._prepare()
+
+    def _prepare(self) -> Call:
+        uid = UID_FIRST + self.calls % UID_COUNT
+        self.calls += 1
+        place = "%s/%d" % (HOME, uid)
+        os.mkdir(place, 0o700)
+        os.chown(place, uid, uid)
+        call = Call(self, uid, place)
+        call.spawn()
+        return call
+
+    def _again(self, dead: Call) -> Call:
+        why = self.scrub(dead.place)
+        if why:
+            raise Unclean(why)
+        return self._prepare()
+
+    def _payload(self, head: dict[str, Any], body: bytes) -> bytes:
+        """What the call's process reads: its limits, the code, and what is different each time."""
+        code = self._code(head, body)
+        item = body[head["code_bytes"] :]
+        limits = json.dumps({"memory": head["memory"], "processes": head["processes"]}).encode()
+        return b"".join((PAYLOAD.pack(len(limits), len(code), len(item)), limits, code, item))
 
     def _code(self, head: dict[str, Any], body: bytes) -> bytes:
         """What is called is sent once, and known by its digest from then on."""

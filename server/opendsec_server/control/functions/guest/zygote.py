@@ -29,7 +29,7 @@ import types
 import warnings
 from typing import Any, TextIO
 
-SIZES = struct.Struct("!II")
+SIZES = struct.Struct("!III")
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 4, 38, 36
 COMMON = (
     "bisect", "collections", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib",
@@ -152,9 +152,6 @@ def become(call: dict[str, Any], fds: list[int]) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_NPROC, call["processes"])
-    if call["memory"]:
-        limit(resource.RLIMIT_DATA, data_bytes() + call["memory"])
     uid = call["uid"]
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -171,8 +168,8 @@ def become(call: dict[str, Any], fds: list[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # New ones: what the zygote's know of their files is not true of these.
-    sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[assignment,misc]
+    sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[assignment,misc]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed()  # Else every call would draw the same.
@@ -200,7 +197,12 @@ def data_bytes() -> int:
 
 def payload() -> tuple[dict[str, Any], dict[str, Any]]:
     with os.fdopen(PAYLOAD, "rb") as file:
-        code_len, item_len = SIZES.unpack(file.read(SIZES.size))
+        # It may be long until there is something to read.
+        limits_len, code_len, item_len = SIZES.unpack(file.read(SIZES.size))
+        limits = json.loads(file.read(limits_len))
+        limit(resource.RLIMIT_NPROC, limits["processes"])
+        if limits["memory"]:
+            limit(resource.RLIMIT_DATA, data_bytes() + limits["memory"])
         return json.loads(file.read(code_len)), json.loads(file.read(item_len))
 
 
@@ -286,7 +288,9 @@ def outcome() -> dict[str, Any]:
     try:
         how = code.get("result", "data")
         if how == "pickle":
-            answer = {"value": {"~": "pickle", "v": _b64(pickle.dumps(value))}}
+            # It takes more than pickle does, where the template or the pool has it.
+            pickler: Any = sys.modules.get("cloudpickle", pickle)
+            answer = {"value": {"~": "pickle", "v": _b64(pickler.dumps(value))}}
         else:
             answer = {"value": encode(value)}
         answer["files"] = take_files(code.get("collect") or [], code["files_max"])
@@ -329,6 +333,20 @@ def raised(exc: BaseException) -> dict[str, Any]:
     return found
 
 
+def warm_up() -> None:
+    """Touch what every call needs, while there is nothing to do: after a fork the first use of each
+    page of memory costs more than the work."""
+    scope: dict[str, Any] = {}
+    source = "def warm(x):\n    return [x, str(x)]\n"
+    exec(compile(source, "<warm>", "exec"), scope)  # noqa: S102
+    json.loads(json.dumps({"value": encode(scope["warm"](decode([1])[0]))}))
+    base64.b64decode(base64.b64encode(b"warm"))
+    linecache.cache.get("<warm>")
+    types.ModuleType("warm")
+    data_bytes()
+    glob.has_magic("*")
+
+
 def run_call(call: dict[str, Any], fds: list[int]) -> None:
     """Never returns."""
     try:
@@ -338,6 +356,7 @@ def run_call(call: dict[str, Any], fds: list[int]) -> None:
             os.write(2, traceback.format_exc().encode())
         os._exit(EXIT_BROKEN)
     try:
+        warm_up()
         found = outcome()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
