@@ -97,7 +97,12 @@ def running(
                     f"--junit-xml={folder / name}.xml", f"--basetemp={folder / name}",
                     INSIDE / f"check_{name}.py",
                 ],
-                env={**server.client_environment, **images},
+                # Harbor's LiteLLM would look for a newer list of prices on the internet.
+                env={
+                    **server.client_environment,
+                    **images,
+                    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -5,7 +5,7 @@
 ::
 
     harbor run --dataset terminal-bench@2.0 --agent ... \\
-        --environment-import-path opendsec.adapters.harbor:OpendsecEnvironment
+        --env opendsec.adapters.harbor:OpendsecEnvironment
 
 A task's Dockerfile is built on the server, once for its content; a task's ``docker_image`` is
 pulled there. Network modes of a phase are enforced outside of the sandbox, and change while it

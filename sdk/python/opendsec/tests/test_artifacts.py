@@ -147,7 +147,7 @@ def test_what_may_be_scored(outcome: RolloutOutcome[None], passed: bool | None) 
 def test_time_that_runs_out_is_the_agents_only_where_it_has_a_say() -> None:
     error = CommandTimeout("x", stdout="", stderr="", timeout_s=1)
     by_phase = {
-        phase: RolloutOutcome[None](phase=phase, error=error).passed  # type: ignore[arg-type]
+        phase: RolloutOutcome[None](phase=phase, error=error).passed
         for phase in ("create", "setup", "rollout", "collect", "verify")
     }
     assert by_phase == {
