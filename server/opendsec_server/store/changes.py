@@ -155,10 +155,14 @@ _TRIM = sa.delete(SANDBOX_TRANSITIONS).where(
     SANDBOX_TRANSITIONS.c.sandbox_id == _THIS_SANDBOX,
     SANDBOX_TRANSITIONS.c.seq <= sa.bindparam("transitions") - TRANSITIONS_KEPT_MAX,
 )
-# The create's key is settled in the same transaction as the state that settles it.
-_SETTLE_KEY = (
+# The create's key is settled in the same transaction as the state that settles it. Most sandboxes
+# of batches have none: one look for many.
+_SETTLE_KEYS = (
     sa.update(IDEMPOTENCY)
-    .where(IDEMPOTENCY.c.sandbox_id == _THIS_SANDBOX, IDEMPOTENCY.c.outcome == "pending")
+    .where(
+        IDEMPOTENCY.c.sandbox_id.in_(sa.bindparam("these", expanding=True)),
+        IDEMPOTENCY.c.outcome == "pending",
+    )
     .values(outcome=sa.bindparam("settled_as"))
 )
 
@@ -246,13 +250,10 @@ def _write(connection: sa.Connection, rows: list[_Row], transitions: list[dict[s
         if row.state is State.FAILED and row.task_id is not None
     ]
     leave(connection, failed)
-    settled = [
-        {"this_sandbox": row.values["this_sandbox"], "settled_as": row.outcome}
-        for row in rows
-        if row.outcome is not None
-    ]
-    if settled:
-        connection.execute(_SETTLE_KEY, settled)
+    for outcome in ("done", "failed"):
+        settled = [row.values["this_sandbox"] for row in rows if row.outcome == outcome]
+        if settled:
+            connection.execute(_SETTLE_KEYS, {"these": settled, "settled_as": outcome})
     long = [
         {"this_sandbox": row.values["this_sandbox"], "transitions": row.values["transitions"]}
         for row in rows

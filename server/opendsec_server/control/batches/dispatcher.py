@@ -43,8 +43,9 @@ from .slots import StartSlots
 
 log = structlog.get_logger(__name__)
 
+TOGETHER_MIN = 32
 TOGETHER_MAX = 512
-"""Items that begin in one transaction."""
+"""Items that begin in one transaction: few at first, so that the first results come soon."""
 SETTLED_TOGETHER_MAX = 4_096
 """Items that end without having begun, in one transaction."""
 STORE_RETRY_S = 0.5
@@ -95,6 +96,7 @@ class Dispatcher:
         self._slots = StartSlots(cap_of, self.wake)
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._together = TOGETHER_MIN
         self._items: set[asyncio.Task[None]] = set()
 
     @property
@@ -188,10 +190,13 @@ class Dispatcher:
             await self._begin([(r, self._rest(r)) for r in ended], {})
             return True
         now = asyncio.get_running_loop().time()
-        free = min(TOGETHER_MAX, self._total_cap() - self._slots.taken())
+        free = min(self._together, self._total_cap() - self._slots.taken())
         turns = self._queue.pick(free, lambda name: self._batches[name].ready(now))
         if not turns:
+            if not self._slots.taken():
+                self._together = TOGETHER_MIN
             return False
+        self._together = min(2 * self._together, TOGETHER_MAX)
         flying: dict[str, contextlib.ExitStack] = {}
         beginnings = []
         for batch_id, count in turns.items():
