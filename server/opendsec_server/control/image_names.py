@@ -56,10 +56,16 @@ def shown_names(project_id: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in shown if not name.startswith(_NAMELESS))
 
 
-def may_use(project_id: str, names: Iterable[str]) -> bool:
-    """Whether an image of these names is everybody's, or among others the project's."""
+def may_use(project_id: str, names: Iterable[str], *, closed: bool = False) -> bool:
+    """Whether an image of these names is everybody's, or among others the project's.
+
+    Args:
+        project_id: Whose names count.
+        names: All that mean it.
+        closed: What came from a registry came with another project's password.
+    """
     own = f"{_PREFIX}{project_id}/"
-    return any(name.startswith(own) or not is_own_name(name) for name in names)
+    return any(name.startswith(own) or not (closed or is_own_name(name)) for name in names)
 
 
 def is_owner(project_id: str, names: Sequence[str]) -> bool:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """The images of the installation, as its projects see them.
 
-What came from a registry is everybody's: any project may pull, and uses what others pulled. What a
+What came from a registry is everybody's: any project may pull, and uses what others pulled, unless
+it came with another project's password (see ``image_access``). What a
 project packed is its own, and so is the image of a template for those who may use that. What has no
 name (steps of builds, compositions) is seen by the installation's first project only, which alone
 may remove what is everybody's. A digest opens nothing by itself.
@@ -35,6 +36,7 @@ from opendsec_server.contract.node import NodeClient
 
 from .attempts import Attempts
 from .iam import Caller, Iam
+from .image_access import ImageAccess
 from .image_names import is_own_name, is_owner, may_use, own_name, shown_names
 from .templates import Templates
 
@@ -52,7 +54,15 @@ InUse = Callable[[], Awaitable[set[str]]]
 class Images:
     """Lists, pulls, removes and pushes images for callers."""
 
-    def __init__(self, node: NodeClient, iam: Iam, templates: Templates, in_use: InUse) -> None:
+    def __init__(
+        self,
+        node: NodeClient,
+        iam: Iam,
+        access: ImageAccess,
+        templates: Templates,
+        in_use: InUse,
+    ) -> None:
+        self._access = access
         self._templates = templates
         self._in_use = in_use
         self._node = node
@@ -87,10 +97,11 @@ class Images:
     async def list(self, caller: Caller) -> list[ImageInfo]:
         """The images that the caller may see, the oldest first."""
         everything = await self._iam.operates(caller)
+        closed = await self._access.closed_to(caller.project_id)
         return [
             self._shown(caller, image)
             for image in await self._node.images.all()
-            if everything or may_use(caller.project_id, image.names)
+            if everything or may_use(caller.project_id, image.names, closed=image.digest in closed)
         ]
 
     async def get(self, caller: Caller, name: str) -> ImageInfo:
@@ -107,13 +118,13 @@ class Images:
         """Pull an image. It goes on when the caller goes away.
 
         Raises:
-            As ``NodeImages.pull``.
+            As ``ImageAccess.pull``.
         """
         if is_own_name(reference) or DIGEST_RE.fullmatch(reference):
             raise InvalidRequest(f"reference: `{reference[:80]}` names no image of a registry")
 
         async def work() -> ImageInfo:
-            return await self._node.images.pull(reference, auth=auth, refresh=refresh)
+            return await self._access.pull(caller.project_id, reference, auth=auth, refresh=refresh)
 
         image, _ = await self._attempts.run(work, project_id=caller.project_id)
         log.info("image pulled", image=image.digest, project=caller.project_id)
@@ -166,8 +177,10 @@ class Images:
 
         Raises:
             ImageNotFound: there is none, or the caller may not see it.
+            Forbidden: the settings do not allow the registry.
             As ``NodeImages.push``.
         """
+        await self._access.check_registry(caller.project_id, reference)
         image = await self.find(caller, name)
         return await self._node.images.push(image.digest, reference, auth=auth)
 
@@ -197,7 +210,8 @@ class Images:
         raise ImageNotFound(f"no image `{name[:80]}` is here")
 
     async def _may_use(self, caller: Caller, image: ImageInfo) -> bool:
-        if may_use(caller.project_id, image.names):
+        open_to = await self._access.may_have(caller.project_id, image.digest)
+        if may_use(caller.project_id, image.names, closed=not open_to):
             return True
         if any(t.image == image.digest for t in await self._templates.visible(caller)):
             return True

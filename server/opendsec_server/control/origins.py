@@ -18,6 +18,7 @@ from opendsec_server.contract.node import NodeClient
 from opendsec_server.store.records import SandboxExtra
 
 from .iam import Caller
+from .image_access import ImageAccess
 from .image_names import is_own_name
 from .images import Images
 from .params import CreateParams
@@ -32,9 +33,15 @@ class Origins:
     """Finds, pulls and composes what sandboxes start from."""
 
     def __init__(
-        self, node: NodeClient, templates: Templates, snapshots: Snapshots, images: Images
+        self,
+        node: NodeClient,
+        templates: Templates,
+        snapshots: Snapshots,
+        images: Images,
+        access: ImageAccess,
     ) -> None:
         self._node = node
+        self._access = access
         self._images = images
         self._templates = templates
         self._snapshots = snapshots
@@ -84,7 +91,7 @@ class Origins:
         except ImageNotFound:
             if DIGEST_RE.fullmatch(reference):
                 raise
-        return await self._node.images.pull(reference, refresh=False)
+        return await self._access.pull(caller.project_id, reference, auth=None, refresh=False)
 
     async def _part(self, caller: Caller, text: str) -> str:
         """Digest or name of the image of one of ``layers``: a template's, else by reference."""

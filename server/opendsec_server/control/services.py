@@ -20,6 +20,7 @@ from .bulk import Bulk
 from .creates import Creates
 from .functions.service import Functions
 from .iam import Iam, Principals, Projects, Tokens
+from .image_access import ImageAccess
 from .images import Images
 from .invalidations import Invalidations
 from .ledger import Ledger
@@ -75,17 +76,21 @@ class Services:
         self.templates = Templates(store)
         self.snapshots = Snapshots(store, node, self.templates)
         self.backends = Backends(config, fleet)
+        access = ImageAccess(config, store, node, self.iam)
         self.builds = Builds(
             config=config,
             store=store,
             fleet=fleet,
+            access=access,
             mint=mint,
             templates=self.templates,
             snapshots=self.snapshots,
         )
         ledger = Ledger(store, self.invalidations, self.metrics)
-        self.images = Images(node, self.iam, self.templates, lambda: self.builds.images_in_use())
-        origins = Origins(node, self.templates, self.snapshots, self.images)
+        self.images = Images(
+            node, self.iam, access, self.templates, lambda: self.builds.images_in_use()
+        )
+        origins = Origins(node, self.templates, self.snapshots, self.images, access)
         self.creates = Creates(
             store=store,
             fleet=fleet,

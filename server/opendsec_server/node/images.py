@@ -92,7 +92,8 @@ class Images:
         if local is not None:
             return await self._told(await importing.take_in(self._puller, local))
         wanted = references.parse(reference)
-        if not refresh or wanted.digest is not None:
+        # Credentials are for the registry to judge, also for what is here.
+        if not refresh or (wanted.digest is not None and auth is None):
             try:
                 return await self.get(str(wanted))
             except ImageNotFound:

@@ -29,6 +29,7 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.contract.images import PackOptions, StartCommand
 from opendsec_server.contract.node import NodeClient
+from opendsec_server.control.image_access import ImageAccess
 from opendsec_server.control.snapshots import Origin
 from opendsec_server.store import templates as store_templates
 from opendsec_server.store.records import TemplateBuild
@@ -103,6 +104,7 @@ class Tools(msgspec.Struct, kw_only=True, frozen=True):
 
     store: Store
     node: NodeClient
+    access: ImageAccess
     builders: Builders
     uploads: Uploads
     locks: StepLocks
@@ -199,7 +201,9 @@ class Runner:
                 remediation="Begin with a small image such as busybox or a distroless one.",
             )
         self._say(f"[{BASE}] FROM {stage.from_image}")
-        info = await self._node.images.pull(stage.from_image, auth=self._plan.auth)
+        info = await self._tools.access.pull(
+            self._build.project_id, stage.from_image, auth=self._plan.auth, refresh=True
+        )
         self._say(f"{stage.from_image} is {info.digest}", level="debug")
         self.images.add(info.digest)
         config = info.config

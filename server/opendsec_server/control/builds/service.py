@@ -31,6 +31,7 @@ from opendsec_server.contract.ids import random_chars
 from opendsec_server.contract.images import RegistryAuth
 from opendsec_server.contract.node import SandboxStatus
 from opendsec_server.control.iam import Caller
+from opendsec_server.control.image_access import ImageAccess
 from opendsec_server.control.nodes import Fleet
 from opendsec_server.control.snapshots import Origin, Snapshots
 from opendsec_server.control.templates import (
@@ -112,6 +113,7 @@ class Builds:
         config: Config,
         store: Store,
         fleet: Fleet,
+        access: ImageAccess,
         mint: TokenMint,
         templates: Templates,
         snapshots: Snapshots,
@@ -128,6 +130,7 @@ class Builds:
         self._tools = Tools(
             store=store,
             node=fleet,
+            access=access,
             builders=self._builders,
             uploads=self.uploads,
             locks=StepLocks(),

@@ -111,9 +111,13 @@ class Iam:
 
     async def operates(self, caller: Caller) -> bool:
         """Whether the caller acts for the installation: its project is the first one."""
+        return await self.is_first(caller.project_id)
+
+    async def is_first(self, project_id: str) -> bool:
+        """Whether a project is that of the installation itself."""
         if self._first_project_id is None:
             self._first_project_id = await accounts.first_project_id(self._store)
-        return caller.project_id == self._first_project_id
+        return project_id == self._first_project_id
 
     async def create_key(self, caller: Caller, name: str) -> tuple[ApiKey, str]:
         """Make another key for the caller's project. The key itself is shown only here.

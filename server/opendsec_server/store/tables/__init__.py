@@ -17,6 +17,7 @@ from .accounts import (
 from .audit import AUDIT
 from .batches import BATCH_ITEMS, BATCHES
 from .functions import FUNCTION_POOLS, FUNCTION_WORKERS
+from .images import IMAGE_ACCESS
 from .metadata import METADATA
 from .sandboxes import IDEMPOTENCY, SANDBOX_TRANSITIONS, SANDBOXES
 from .snapshots import SNAPSHOTS
@@ -35,6 +36,7 @@ __all__ = [
     "FUNCTION_WORKERS",
     "GRANTS",
     "IDEMPOTENCY",
+    "IMAGE_ACCESS",
     "METADATA",
     "PRINCIPALS",
     "PROJECTS",

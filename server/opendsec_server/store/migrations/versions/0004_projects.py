@@ -223,6 +223,13 @@ def _tables() -> None:
     op.create_index("ix_tokens_principal", "tokens", ["principal_id"])
     op.create_index("ix_tokens_expires", "tokens", ["expires_at"])
     op.create_table(
+        "image_access",
+        sa.Column("digest", sa.Text, nullable=False),
+        sa.Column("project_id", sa.Text, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
+        sa.PrimaryKeyConstraint("digest", "project_id", name="pk_image_access"),
+    )
+    op.create_table(
         "audit",
         sa.Column("seq", sa.BigInteger, autoincrement=False, nullable=False),
         sa.Column("at", sa.Double, nullable=False),
