@@ -87,11 +87,9 @@ def print_table(title: str, rows: list[Figures]) -> None:
 
 def real(count: int, fill_mib: int, concurrency: int) -> list[Figures]:
     """A task of real containers on one node, by the SDK."""
-    before = Snapshot.take("bench", ())
-    with (
-        bench_server(slots_ready=64) as server,
-        Client(base_url=server.url, api_key=server.api_key) as client,
-    ):
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(bench_server(slots_ready=64))
+        client = stack.enter_context(Client(base_url=server.url, api_key=server.api_key))
         started = time.perf_counter()
         _make(client, count, fill_mib, concurrency)
         print(f"{count} containers made in {time.perf_counter() - started:.1f} s")
@@ -106,7 +104,9 @@ def real(count: int, fill_mib: int, concurrency: int) -> list[Figures]:
         print(f"show: {(time.perf_counter() - started) * 1e3:.1f} ms; used: {task.usage}")
         print(f"server: {resident_kb(pid.pid) / 1024:.0f} MiB resident")
         assert task.sandboxes.live == 0
-    before.assert_nothing_new()
+    left = Snapshot.take("bench", (server.root,)).seen
+    print(f"left behind: {sorted(left) or 'nothing'}")
+    assert not left
     return rows
 
 
@@ -114,7 +114,7 @@ def _make(client: Client, count: int, fill_mib: int, concurrency: int) -> None:
     def one(_number: int) -> None:
         box = client.create(task_id=TASK, memory_mb=64, disk_mb=64, cpu=0.5, timeout_s=7_200)
         # What a pause can give back: file cache, as programs leave it behind.
-        box.exec(f"head -c {fill_mib * MIB} /dev/zero | tr '\\0' a > /tmp/filled").check()
+        box.exec(f"head -c {fill_mib * MIB} /dev/zero | tr '\\0' a > /tmp/filled", check=True)
 
     with ThreadPoolExecutor(concurrency) as pool:
         for _ in pool.map(one, range(count)):
