@@ -21,6 +21,7 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.contract.ids import node_id_of
 from opendsec_server.contract.states import EndReason, State
+from opendsec_server.control.batches.params import BatchParams
 from opendsec_server.control.creates import Created
 from opendsec_server.control.nodes import NodeNotReached
 from opendsec_server.control.params import CreateParams
@@ -255,3 +256,40 @@ async def test_labels_drains_and_full_clusters(config: Config, tmp_path: Path) -
         )
         assert all(isinstance(o, Created) for o in more.values())
         await check_nothing_twice_or_orphaned(cluster, {**outcomes, **more})
+
+
+async def test_a_batch_over_four_bad_nodes_of_ten(config: Config, tmp_path: Path) -> None:
+    """Asked for is made or failed, item by item; the gateway is replaced half-way."""
+    count = 400
+    async with cluster_of(config, tmp_path, sandboxes_max=90) as cluster:
+        dead, slow, full, liar = cluster.nodes[:4]
+        slow.faults.slow = 20.0
+        full.faults.full = True
+        liar.faults.lying = liar.faults.full = True
+        caller = await cluster.caller()
+        asked = BatchParams.of(PARAMS, None, count=count, wait_s=60)
+        batch = await cluster.services.batches.create(caller, asked, key="all")
+        await until(lambda: sum(node.made for node in cluster.nodes) > 100)
+        dead.faults.dead = True
+        await cluster.services.stop()
+        second = cluster.services = await Services.start(config, fleet_of(cluster.urls))
+        caller = await cluster.caller()
+        assert (await second.batches.create(caller, asked, key="all")).batch_id == batch.batch_id
+        await asyncio.sleep(2)
+        dead.faults.dead = full.faults.full = liar.faults.full = False
+        seen: dict[int, str | None] = {}
+        async with asyncio.timeout(50):
+            async for news in second.batches.watch(caller, batch.batch_id):
+                for item, _ in news.outcomes:
+                    assert item.index not in seen
+                    seen[item.index] = item.sandbox_id if item.error is None else None
+        over = await second.batches.get(caller, batch.batch_id)
+        assert over.made + over.failed == count == len(seen)
+        await all_up(cluster)
+        made = [name for name in seen.values() if name is not None]
+        assert len(set(made)) == len(made) == over.made
+        records = await live_records(cluster)
+        assert cluster.on_nodes() == records
+        assert set(made) <= set(records)
+        # What failed for a lost answer may have been made: it is found, with a record, not lost.
+        assert len(records) - len(made) <= over.failed < count // 4
