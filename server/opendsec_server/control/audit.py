@@ -74,6 +74,7 @@ class Audit:
         self._lost = 0
         self._some = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
+        self._store_down = False
         self._strangers_second = 0
         self._strangers = 0
 
@@ -106,6 +107,8 @@ class Audit:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((call, done))
         self._some.set()
+        if self._store_down:
+            return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(done), ANSWER_WAITS_S)
 
@@ -148,9 +151,13 @@ class Audit:
                     calls.append(_lost_call(lost))
                 try:
                     seq, digest = await audit.append(self._store, calls, self._secret)
-                except StoreUnavailable:
+                except StoreUnavailable as exc:
+                    if not self._store_down:
+                        log.warning("the audit log waits for the store", error=exc.message)
+                    self._store_down = True
                     await asyncio.sleep(RETRY_S)
                     continue
+                self._store_down = False
                 self._lost -= lost
                 for _, done in batch:
                     self._waiting.popleft()

@@ -47,6 +47,20 @@ async def get_project(store: Store, project_id: str) -> Project | None:
     return await store.read(work)
 
 
+async def sandboxes_max_of(store: Store, project_id: str) -> int:
+    """How many sandboxes a project may have at most: its own limit, or that of one above it."""
+
+    def work(connection: sa.Connection) -> int:
+        query = (
+            sa.select(sa.func.min(PROJECTS.c.sandboxes_max))
+            .join(PROJECT_LINES, PROJECT_LINES.c.ancestor_id == PROJECTS.c.project_id)
+            .where(PROJECT_LINES.c.project_id == project_id)
+        )
+        return int(connection.execute(query).scalar_one())
+
+    return await store.read(work)
+
+
 async def line_of(store: Store, project_id: str) -> frozenset[str]:
     """A project and those above it. Empty: there is no such project."""
 

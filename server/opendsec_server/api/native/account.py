@@ -86,7 +86,7 @@ async def get_project(request: Request) -> Response[bytes]:
         schemas.Project(
             project_id=project.project_id,
             name=project.name,
-            sandboxes_max=project.sandboxes_max,
+            sandboxes_max=await services_of(request).projects.sandboxes_max(caller_of(request)),
             created_at=rfc3339(project.created_at),
         )
     )

@@ -12,6 +12,8 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
+from opendsec_server.contract.errors import StoreUnavailable
+from opendsec_server.store import audit
 from opendsec_server.store.audit import FIRST_HASH, AuditEntry, first_fault
 from opendsec_server.store.tables import AUDIT, PROJECT_USE
 
@@ -449,3 +451,43 @@ async def test_use_is_counted_through_every_change(http: httpx.AsyncClient, plan
     for one in made:
         await http.delete(f"/v1/sandboxes/{one}")
     assert await use() == (0, 0, 0, 0)
+
+
+async def test_the_limit_that_holds_is_shown(http: httpx.AsyncClient) -> None:
+    team = await project(http, "team", sandboxes=7)
+    below = await project(http, "below", team["project_id"])
+    chosen = {"X-Project-Id": below["project_id"]}
+    assert (await ok(http.get("/v1/project", headers=chosen)))["sandboxes_max"] == 7
+
+
+async def test_the_log_waits_for_the_store_and_calls_do_not(
+    http: httpx.AsyncClient, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = (await ok(http.post("/v1/sandboxes", json=SMALL), 201))["sandbox_id"]
+    real = audit.append
+    down = True
+
+    async def append(*args: Any) -> tuple[int, str]:
+        if down:
+            raise StoreUnavailable("the disk is full")
+        return await real(*args)
+
+    monkeypatch.setattr(audit, "append", append)
+    monkeypatch.setattr("opendsec_server.control.audit.ANSWER_WAITS_S", 0.05)
+    monkeypatch.setattr("opendsec_server.control.audit.RETRY_S", 0.01)
+    monkeypatch.setattr("opendsec_server.control.audit.WAITING_MAX", 3)
+    for timeout_s in (60, 61, 62, 63, 64):
+        body = {"timeout_s": timeout_s}
+        await ok(http.post(f"/v1/sandboxes/{made}/timeout", json=body))
+    down = False
+    await ok(http.delete(f"/v1/sandboxes/{made}"))
+    entries: list[Any] = []
+    for _ in range(500):
+        entries = (await ok(http.get("/v1/audit")))["entries"]
+        if len(entries) >= 6:
+            break
+        await asyncio.sleep(0.01)
+    about = [(one["action"], one["object"]) for one in entries if one["status"] != 201]
+    assert about.count(("POST /v1/sandboxes/{sandbox_id}/timeout", made)) == 3
+    assert ("audit: calls not written one by one", "2") in about
+    assert (await ok(http.get("/v1/audit/verify")))["ok"]

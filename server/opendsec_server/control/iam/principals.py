@@ -8,6 +8,7 @@ they may themselves.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -122,7 +123,7 @@ class Principals:
         project_id: str,
         *,
         role: str | None,
-        rights: list[str],
+        rights: Sequence[str],
     ) -> Grant:
         """Let a principal act in a project and those below it, in place of what it had there.
 

@@ -52,6 +52,10 @@ class Projects:
                 f"there is no project `{project_id[:80]}` in or below `{caller.project.name}`"
             )
 
+    async def sandboxes_max(self, caller: Caller) -> int:
+        """How many sandboxes the caller's project may have at most, by all limits above it."""
+        return await accounts.sandboxes_max_of(self._store, caller.project_id)
+
     async def list(self, caller: Caller, *, closed: bool = False) -> list[ProjectState]:
         """The caller's project and all below it, parents first."""
         return await projects.tree_below(

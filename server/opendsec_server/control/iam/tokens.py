@@ -129,9 +129,9 @@ class Tokens:
         log.info("token revoked", token=token_id, with_it=len(gone) - 1)
 
     async def _check_sandbox(
-        self, caller: Caller, sandbox_id: str, wanted: frozenset[str], good_in: list[str]
+        self, caller: Caller, sandbox_id: str, wanted: frozenset[str], good_in: Sequence[str]
     ) -> None:
-        if good_in != [caller.project_id]:
+        if tuple(good_in) != (caller.project_id,):
             raise InvalidRequest("projects: a token for one sandbox is good in its project only")
         beyond = missing(SANDBOX_RIGHTS, wanted)
         if beyond:
