@@ -44,8 +44,9 @@ from .slots import StartSlots
 log = structlog.get_logger(__name__)
 
 TOGETHER_MIN = 32
-TOGETHER_MAX = 512
-"""Items that begin in one transaction: few at first, so that the first results come soon."""
+TOGETHER_MAX = 128
+"""Items that begin in one transaction: few at first, so that the first results come soon, and never
+so many that other requests wait while their records are made."""
 SETTLED_TOGETHER_MAX = 4_096
 """Items that end without having begun, in one transaction."""
 STORE_RETRY_S = 0.5
@@ -277,7 +278,8 @@ class Dispatcher:
         # No place in the quota was left for these.
         for stack in flying.values():
             stack.close()
-        news = {r.batch_id for (r, _), b in zip(beginnings, begun, strict=True) if b.taken}
+        settled = zip(beginnings, begun, strict=True)
+        news = {r.batch_id for (r, _), b in settled if b.taken > len(b.records)}
         self._on_news(news)
         return moved
 

@@ -18,7 +18,7 @@ from opendsec_server.store.store import Store
 
 log = structlog.get_logger(__name__)
 
-TOGETHER_MAX = 512
+TOGETHER_MAX = 256
 RETRY_S = 0.5
 """While the store is down. What is not recorded then is done again after a restart: making a
 sandbox is idempotent by its id."""

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from opendsec_server.config import Config
-from opendsec_server.contract.errors import BatchNotFound, OpendsecError
+from opendsec_server.contract.errors import BatchNotFound, OpendsecError, StoreUnavailable
 from opendsec_server.contract.ids import BATCH_ID_RE, new_batch_id, random_chars
 from opendsec_server.contract.limits import ENDED_RECORDS_KEPT_S
 from opendsec_server.control.creates import Creates
@@ -97,7 +97,8 @@ class Batches:
         self._origins = origins
         self._seat = f"{seat}:"
         self._owner = f"{seat}:{random_chars(12)}"
-        self._news: dict[str, asyncio.Event] = {}
+        self._readers: dict[str, set[asyncio.Event]] = {}
+        """Of those that wait for news of a batch."""
         self._writer = OutcomeWriter(store, ledger, self._tell)
         self._queue = Dispatcher(
             store=store,
@@ -129,6 +130,10 @@ class Batches:
             await asyncio.gather(self._keeping, return_exceptions=True)
         await self._queue.stop(STOP_WAIT_S)
         await self._writer.stop()
+        with contextlib.suppress(StoreUnavailable):
+            # Others need not wait for the end of the lease.
+            held = list(self._queue.batches)
+            await rows.renew_batches(self._store, self._owner, held, 0.0)
         for running in list(self._queue.batches.values()):
             await running.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -224,9 +229,12 @@ class Batches:
             BatchNotFound: not one of the caller's.
         """
         await self.get(caller, batch_id)
+        news = asyncio.Event()
+        readers = self._readers.setdefault(batch_id, set())
+        readers.add(news)
         try:
             while True:
-                news = self._news.setdefault(batch_id, asyncio.Event())
+                news.clear()
                 batch, items, records = await rows.outcomes_after(
                     self._store, batch_id, after, PAGE
                 )
@@ -249,7 +257,9 @@ class Batches:
                     async with asyncio.timeout(LOOK_HERE_S if here else LOOK_ELSEWHERE_S):
                         await news.wait()
         finally:
-            self._news.pop(batch_id, None)
+            readers.discard(news)
+            if not readers and self._readers.get(batch_id) is readers:
+                del self._readers[batch_id]
 
     # --- work ---------------------------------------------------------------
 
@@ -268,9 +278,8 @@ class Batches:
 
     def _tell(self, batch_ids: set[str]) -> None:
         for batch_id in batch_ids:
-            event = self._news.pop(batch_id, None)
-            if event is not None:
-                event.set()
+            for news in self._readers.get(batch_id, ()):
+                news.set()
 
     def _over(self, running: RunningBatch) -> None:
         self._tell({running.batch_id})

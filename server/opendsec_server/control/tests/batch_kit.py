@@ -47,6 +47,9 @@ async def crash(services: Services) -> None:
         if task is not None:
             task.cancel()
     await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+    # What is only in memory, and would be told to the test's own interpreter.
+    for running in list(batches._queue.batches.values()):
+        await running.close()
     await services.watcher.stop()
     await services.store.close()
 
