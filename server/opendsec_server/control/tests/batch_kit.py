@@ -50,6 +50,7 @@ async def crash(services: Services) -> None:
     # What is only in memory, and would be told to the test's own interpreter.
     for running in list(batches._queue.batches.values()):
         await running.close()
+    batches._queue._batches.clear()
     await services.watcher.stop()
     await services.store.close()
 
