@@ -60,6 +60,19 @@ fn the_outcome_waits_for_the_node_and_a_tag_starts_once() {
 }
 
 #[test]
+fn what_was_meant_for_another_agent_does_not_start() {
+    let agent = Agent::start();
+    let refused = start(&agent, "d", "true", json!({"instance": "another"}));
+    assert_eq!(refused.status, 400);
+    assert_eq!(refused.json()["code"], "failed_precondition");
+    let instance = ask(&agent, "d", "")["instance"].clone();
+    assert_eq!(
+        start(&agent, "d", "true", json!({"instance": instance})).status,
+        200
+    );
+}
+
+#[test]
 fn what_was_declared_void_never_starts() {
     let agent = Agent::start();
     assert_eq!(ask(&agent, "b", "")["state"], "missing");

@@ -24,6 +24,8 @@ class ProgramOrder(msgspec.Struct, kw_only=True, frozen=True):
     """What is to be run."""
 
     argv: tuple[str, ...]
+    instance: str | None = None
+    """The guest agent that is meant; see ``KeptProgram.instance``. None: any."""
     user: str | None = None
     """None: the sandbox's default user."""
     workdir: str | None = None

@@ -447,7 +447,8 @@ class NodeClient(Protocol):
         Its outcome is kept by the guest agent until it is forgotten. A tag starts one program.
 
         Raises:
-            SandboxNotFound, StateConflict: as ``exec``.
+            SandboxNotFound, StateConflict: as ``exec``; or another guest agent was meant. It did
+                not run.
             InvalidRequest: no such user, directory or program. It did not run.
             Conflict: the tag was used or ruled out before. Nothing was started by this call.
             NodeFull: too many programs, or too much kept output. It did not run.

@@ -27,6 +27,7 @@ from opendsec_server.contract.errors import (
     NodeFull,
     OpendsecError,
     PayloadTooLarge,
+    StateConflict,
 )
 from opendsec_server.contract.node import SandboxSpec
 
@@ -75,6 +76,8 @@ async def start(address: str, spec: SandboxSpec, tag: str, order: ProgramOrder) 
         "timeoutMs": max(1, round(order.timeout_s * 1000)),
         "outputBytes": order.output_bytes,
     }
+    if order.instance is not None:
+        body["instance"] = order.instance
     if order.user is not None:
         body["user"] = order.user
     if order.workdir is not None:
@@ -238,10 +241,12 @@ async def _read(reader: asyncio.StreamReader, bytes_max: int) -> tuple[int, byte
 
 def _error_of(status: int, answer: bytes, what: str) -> OpendsecError:
     try:
-        text = msgspec.json.decode(answer, type=_Refusal).message
+        refusal = msgspec.json.decode(answer, type=_Refusal)
     except msgspec.DecodeError:
-        text = answer.decode(errors="replace")
-    text = f"{what}: {text[:_ERROR_CHARS_MAX]}"
+        refusal = _Refusal(message=answer.decode(errors="replace"))
+    text = f"{what}: {refusal.message[:_ERROR_CHARS_MAX]}"
+    if refusal.code == "failed_precondition":
+        return StateConflict(text, remediation="Send it again.")
     if status == 404:
         return FileNotThere(text)
     if status == 409:

@@ -43,6 +43,9 @@ use crate::vm;
 #[serde(rename_all = "camelCase")]
 struct Order {
     tag: String,
+    /// Which agent is meant. A request that was held up on its way must not start anything in one
+    /// that was started anew since.
+    instance: Option<String>,
     cmd: String,
     #[serde(default, deserialize_with = "or_default")]
     args: Vec<String>,
@@ -266,6 +269,11 @@ async fn start(agent: &Arc<Agent>, order: Order) -> Result<Value, RpcError> {
     }
     if agent.ending.borrow().is_some() {
         return Err(RpcError::new(Code::Unavailable, "the sandbox is ending"));
+    }
+    let meant = order.instance.as_ref();
+    if meant.is_some_and(|instance| *instance != agent.kept.instance) {
+        let what = "the agent was started anew since";
+        return Err(RpcError::new(Code::FailedPrecondition, what));
     }
     let open = agent.open_stream()?;
     agent.kept.entries().admit(&tag, order.output_bytes)?;

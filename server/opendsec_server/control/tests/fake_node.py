@@ -442,6 +442,8 @@ class FakeNode:
 
     def _begin_kept(self, sandbox_id: str, tag: str, order: ProgramOrder) -> None:
         place = (sandbox_id, tag)
+        if order.instance not in (None, self.instances.get(sandbox_id, "first")):
+            raise StateConflict("the agent was started anew since")
         if order.argv[0] == "/missing":
             raise InvalidRequest("no such program")
         if place in self.kept_programs or place in self.void_tags:

@@ -160,6 +160,7 @@ class Runner:
     async def _exec(self, action: Action, params: ActionParams) -> Ending:
         order = ProgramOrder(
             argv=params.argv,
+            instance=action.instance,
             user=params.user,
             workdir=params.workdir,
             env=params.env,
