@@ -20,6 +20,7 @@ from opendsec import (
     Sandbox,
     Verifier,
 )
+from tests.conformance import outside
 from tests.harness import Server
 
 Agent = Callable[[Sandbox], Any]
@@ -85,6 +86,55 @@ def test_a_tamperer_changes_nothing_but_its_work(client: Client) -> None:
     here = Verifier(command=VERIFIER.command, files=VERIFIER.files, isolated=False)
     assert outcome_of(client, shell(f"rm /usr/bin/python3; {fake}; chmod 755 /usr/bin/python3"),
                       verifier=here).passed is True  # fmt: skip
+
+
+# Holds a connection that the setup was allowed to open, and tries it again when it is told to.
+HOLDS = f"""
+import os, socket, time
+s = socket.create_connection(("{outside.PUBLIC}", {outside.PORT}), timeout=15)
+f = s.makefile("rw")
+def say(word):
+    f.write(word + "\\n"); f.flush()
+    return f.readline()
+print(say("by the setup"))
+open("/tmp/holds", "w")
+while not os.path.exists("/tmp/again"):
+    time.sleep(0.02)
+try:
+    result = say("by the agent")
+except OSError as exc:
+    result = f"closed: {{exc}}"
+open("/tmp/result", "w").write(result)
+"""
+
+
+def test_the_network_is_open_for_the_setup_alone(
+    client: Client, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    connect = f"timeout 5 bash -c '</dev/tcp/{outside.PUBLIC}/{outside.PORT}'"
+
+    def agent(sandbox: Sandbox) -> tuple[int, str]:
+        code = sandbox.exec(connect).exit_code
+        sandbox.files.write("/tmp/again", "")
+        waits = "until [ -s /tmp/result ]; do sleep 0.02; done; cat /tmp/result"
+        return code, sandbox.exec(waits, timeout_s=30).stdout
+
+    setup = [
+        connect,
+        ["sh", "-c", 'printf %s "$1" > /holds.py; python3 /holds.py > /said 2>&1 &', "sh", HOLDS],
+        "timeout 20 sh -c 'until [ -e /tmp/holds ]; do sleep 0.02; done'",
+    ]
+    verifier = Verifier(command=f"! {connect}")
+    with outside.open_outside(tmp_path_factory.mktemp("outside")) as world:
+        outcome = outcome_of(client, agent, setup=setup, verifier=verifier)
+        assert outcome.error is None
+        assert world.heard("by the setup") == 1
+        assert world.heard("by the agent") == 0
+    assert outcome.value is not None
+    code, result = outcome.value
+    assert code != 0
+    assert result.startswith("closed"), result
+    assert outcome.passed is True
 
 
 @pytest.mark.parametrize(
