@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import IO, Literal
@@ -21,6 +22,9 @@ from opendsec_server.contract.limits import (
 
 Level = Literal["debug", "info", "warn", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warn", "error")
+
+ENDED_IN_MEMORY_MAX = 4
+"""Logs of ended builds that are kept in memory too: clients ask for a build's end several times."""
 
 
 class LogEntry(msgspec.Struct, kw_only=True, frozen=True):
@@ -109,6 +113,7 @@ class BuildLogs:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._live: dict[str, BuildLog] = {}
+        self._ended: OrderedDict[str, list[LogEntry]] = OrderedDict()
 
     def open(self, build_id: str) -> BuildLog:
         """Begin the log of a build.
@@ -116,6 +121,7 @@ class BuildLogs:
         Raises:
             OSError: its file cannot be made.
         """
+        self._ended.pop(build_id, None)
         log = self._live[build_id] = BuildLog(self._path(build_id))
         return log
 
@@ -124,6 +130,7 @@ class BuildLogs:
         log = self._live.pop(build_id, None)
         if log is not None:
             log.close()
+            self._keep(build_id, log.entries)
 
     def live(self, build_id: str) -> BuildLog | None:
         """The log of a build that runs here."""
@@ -134,11 +141,24 @@ class BuildLogs:
         live = self._live.get(build_id)
         if live is not None:
             return list(live.entries)
-        return await asyncio.to_thread(_read, self._path(build_id))
+        if build_id in self._ended:
+            self._ended.move_to_end(build_id)
+            return list(self._ended[build_id])
+        found = await asyncio.to_thread(_read, self._path(build_id))
+        if found:
+            self._keep(build_id, found)
+        return list(found)
 
     def remove(self, build_id: str) -> None:
         """Remove the log of a build that is gone."""
+        self._ended.pop(build_id, None)
         self._path(build_id).unlink(missing_ok=True)
+
+    def _keep(self, build_id: str, entries: list[LogEntry]) -> None:
+        self._ended[build_id] = entries
+        self._ended.move_to_end(build_id)
+        if len(self._ended) > ENDED_IN_MEMORY_MAX:
+            self._ended.popitem(last=False)
 
     def _path(self, build_id: str) -> Path:
         return self._directory / f"{build_id}.log"

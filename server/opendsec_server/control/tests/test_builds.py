@@ -32,6 +32,7 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.contract.images import ImageConfig, ReadyCheck, RegistryAuth
 from opendsec_server.contract.states import TERMINAL
+from opendsec_server.control.builds.logs import ENDED_IN_MEMORY_MAX, BuildLogs
 from opendsec_server.control.builds.plan import BuildPlan, BuildStep, Stage
 from opendsec_server.control.builds.service import BuildRequest
 from opendsec_server.control.iam import Caller
@@ -738,3 +739,19 @@ async def test_name_of_the_installation_means_the_same_until_the_own_build_is_re
     assert own.state == "ready", own.error
     record = (await services.creates.create(caller, CreateParams())).record
     assert (record.template_id, record.image) == (own.template_id, own.image)
+
+
+async def test_logs_of_ended_builds_are_read_once(tmp_path: Path) -> None:
+    logs = BuildLogs(tmp_path / "logs")
+    for number in range(ENDED_IN_MEMORY_MAX + 2):
+        logs.open(f"b{number}").write(f"line of {number}")
+        logs.close(f"b{number}")
+    again = BuildLogs(tmp_path / "logs")
+    assert [entry.message for entry in await again.read("b0")] == ["line of 0"]
+    (tmp_path / "logs" / "b0.log").unlink()
+    assert [entry.message for entry in await again.read("b0")] == ["line of 0"]
+    for number in range(1, ENDED_IN_MEMORY_MAX + 1):
+        assert await again.read(f"b{number}")
+    assert await again.read("b0") == [], "more logs than stated are in memory"
+    again.remove("b1")
+    assert await again.read("b1") == []
