@@ -30,6 +30,7 @@ from opendsec_server.contract.errors import (
 from opendsec_server.contract.node import NodeClient
 from opendsec_server.contract.states import State
 from opendsec_server.control.creates import Creates, Started, failure
+from opendsec_server.control.nodes import NodeNotReached
 from opendsec_server.store import batches as rows
 from opendsec_server.store.batches import Batch, Beginning, Begun, ErrorBody, Outcome
 from opendsec_server.store.moves import move_create
@@ -50,6 +51,8 @@ so many that other requests wait while their records are made."""
 SETTLED_TOGETHER_MAX = 4_096
 """Items that end without having begun, in one transaction."""
 STORE_RETRY_S = 0.5
+NODES_RETRY_S = 1.0
+"""After which nodes are looked for again while none that could take an item can be reached."""
 UNKNOWN_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses after which a node is asked again what became of a start. Then the item is given up: its
 record ends, so that the node removes whatever there is of it."""
@@ -237,6 +240,10 @@ class Dispatcher:
                 continue
             try:
                 record = self._creates.record_for(running.caller, params, origin)
+            except NodeNotReached:
+                # They are being restarted, perhaps. Nothing has begun, and nothing need fail.
+                running.blocked_until = asyncio.get_running_loop().time() + NODES_RETRY_S
+                break
             except OpendsecError as exc:
                 items.append(exc.to_dict())
                 continue

@@ -264,10 +264,10 @@ class Batches:
     # --- work ---------------------------------------------------------------
 
     def _cap_of(self, node_id: str) -> int:
-        for member in self._fleet.members:
-            if member.node_id == node_id and member.info is not None:
-                return max(STARTS_MIN, STARTS_PER_CORE * member.info.cpu_count)
-        return STARTS_MIN
+        member = self._fleet.find(node_id)
+        if member is None or member.info is None:
+            return STARTS_MIN
+        return max(STARTS_MIN, STARTS_PER_CORE * member.info.cpu_count)
 
     def _total_cap(self) -> int:
         names = [m.node_id for m in self._fleet.members if m.node_id is not None]

@@ -21,6 +21,7 @@ from opendsec_server.contract.errors import (
 from opendsec_server.contract.states import TERMINAL, State
 from opendsec_server.control.batches import BatchParams, dispatcher
 from opendsec_server.control.iam import Caller
+from opendsec_server.control.nodes import NodeNotReached
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.services import Services
 from opendsec_server.store.sandboxes import get_sandbox
@@ -258,3 +259,22 @@ async def test_a_small_batch_does_not_wait_for_a_large_one(
     batch, _ = await outcomes(services, caller, large.batch_id)
     assert batch.made == 400
     assert not [s for s in node.statuses.values() if s.state in TERMINAL]
+
+
+async def test_items_wait_while_no_node_can_be_reached(
+    services: Services, node: FakeNode, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "NODES_RETRY_S", 0.05)
+    chosen = services.fleet.choose
+
+    def unreached(*args: object, **kwargs: object) -> object:
+        raise NodeNotReached("no node can be reached now")
+
+    monkeypatch.setattr(services.fleet, "choose", unreached)
+    asked = await services.batches.create(caller, many(10), key=None)
+    await asyncio.sleep(0.2)
+    assert node.created == 0
+    monkeypatch.setattr(services.fleet, "choose", chosen)
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.made == 10
