@@ -194,6 +194,8 @@ def from_wire(error: WireError) -> OpendsecError:
 def request_proof(secret: bytes, nonce: str, method: str, target: str) -> str:
     """What a request shows of the secret."""
     text = f"to-node\n{nonce}\n{method}\n{target}"
+    # Not ``hmac.digest``: it lets go of the interpreter's lock, and waits for the store's threads
+    # to get it back.
     return f"{nonce}.{hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()}"
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import structlog
 
 from opendsec_server.config import Config
@@ -28,7 +30,7 @@ class Backends:
             )
 
     @property
-    def _by_name(self) -> dict[str, BackendInfo]:
+    def _by_name(self) -> Mapping[str, BackendInfo]:
         return self._fleet.backends
 
     @property

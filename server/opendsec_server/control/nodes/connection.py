@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import ssl
 import time
@@ -230,6 +231,9 @@ class Connections:
     def __init__(self, address: Address, secret: bytes) -> None:
         self.address = address
         self._secret = secret
+        # Never the same twice; a system call for each would cost more than the proof.
+        self._nonces = secrets.token_hex(wire.NONCE_CHARS // 4)
+        self._count = itertools.count()
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._watch: asyncio.TimerHandle | None = None
@@ -256,7 +260,7 @@ class Connections:
             NodeNotReached: no connection; the node has seen nothing of it.
             NodeUnavailable: the answer was broken off, or does not come from our node.
         """
-        nonce = secrets.token_hex(wire.NONCE_CHARS // 2)
+        nonce = f"{self._nonces}{next(self._count):016x}"
         head = self._head(name, nonce, body, headers or {})
         sent = False
         while True:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -52,6 +52,8 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
+BACKENDS_KEPT_S = 1.0
+"""Every create asks what is offered; nodes seldom change."""
 SNAPSHOT_PLACES_MAX = 65_536
 """Snapshots whose node is remembered; others are looked for on every node."""
 
@@ -92,6 +94,8 @@ class Fleet:
             interval_s=interval_s,
         )
         self._snapshot_places: dict[str, str] = {}
+        self._backends: dict[str, BackendInfo] | None = None
+        self._backends_until = 0.0
         self.health_changed: list[Callable[[Member], None]] = []
         """Called when a node's health has changed."""
 
@@ -114,6 +118,7 @@ class Fleet:
 
     def _health_changed(self, member: Member) -> None:
         node_id = member.node_id
+        self._backends = None
         if member.up and node_id is not None and self._by_id.get(node_id) is not member:
             if node_id in self._by_id:
                 log.error(
@@ -226,9 +231,19 @@ class Fleet:
         """Ids of the nodes that were reached once."""
         return list(self._by_id)
 
+    def find(self, node_id: str) -> Member | None:
+        """The node of an id, if it was reached once."""
+        return self._by_id.get(node_id)
+
     @property
-    def backends(self) -> dict[str, BackendInfo]:
+    def backends(self) -> Mapping[str, BackendInfo]:
         """What any node offers, by name. Of several that offer one, a fast one speaks for all."""
+        if self._backends is None or time.monotonic() >= self._backends_until:
+            self._backends = self._offered()
+            self._backends_until = time.monotonic() + BACKENDS_KEPT_S
+        return self._backends
+
+    def _offered(self) -> dict[str, BackendInfo]:
         found: dict[str, BackendInfo] = {}
         for member in self.members:
             for backend in () if member.info is None else member.info.backends:
