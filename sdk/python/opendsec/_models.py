@@ -147,6 +147,26 @@ class PruneReport(msgspec.Struct, kw_only=True, frozen=True):
     freed_bytes: int = 0
 
 
+class Usage(msgspec.Struct, kw_only=True, frozen=True):
+    """What a sandbox has used since it was created, over pauses and restarts.
+
+    Attributes:
+        cpu_seconds: Processor time; of a virtual machine, its VMM's.
+        memory_mb_seconds: MiB held, without file cache, times seconds.
+        disk_bytes: On its disk, as the file system last accounted it.
+        egress_bytes: Sent on its network link; answers to the API are among them.
+        ingress_bytes: Received on its network link.
+        at: When it was read.
+    """
+
+    cpu_seconds: float = 0.0
+    memory_mb_seconds: float = 0.0
+    disk_bytes: int = 0
+    egress_bytes: int = 0
+    ingress_bytes: int = 0
+    at: datetime | None = None
+
+
 class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
     """A sandbox as the server describes it.
 
@@ -168,6 +188,7 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
         auto_resume: Whether a request to it resumes it while it is paused.
         fault: Whose fault an unasked end was: user, platform or capacity.
         env: None in lists.
+        usage: What it has used. None in lists.
         access_token: Opens files and processes. Only from create, connect and info.
         traffic_token: Opens ports when public traffic is off. Only from create, connect and info.
         domain: Ports are served at ``<port>-<sandbox_id>.<domain>``.
@@ -183,6 +204,7 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
     memory_mb: int = 0
     disk_mb: int = 0
     env: dict[str, str] | None = None
+    usage: Usage | None = None
     metadata: dict[str, str] = {}
     labels: tuple[str, ...] = ()
     task_id: str | None = None

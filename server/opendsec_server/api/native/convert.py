@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from opendsec_server.api.http import rfc3339
 from opendsec_server.api.protocol import ENVD_VERSION
 from opendsec_server.contract.errors import OpendsecError
@@ -11,6 +13,7 @@ from opendsec_server.contract.node import (
     MetricSample,
     NetworkPolicy,
     PauseReport,
+    SandboxUsage,
     VmDisk,
     VmOptions,
 )
@@ -114,6 +117,7 @@ def sandbox_of(
     *,
     env: bool = True,
     tokens: bool = False,
+    usage: SandboxUsage | None = None,
 ) -> schemas.Sandbox:
     """A sandbox as it is shown. One that is over has no tokens."""
     tokens = tokens and not record.terminal
@@ -154,7 +158,13 @@ def sandbox_of(
         env=record.env if env else None,
         access_token=services.mint.access(record.sandbox_id) if tokens else None,
         traffic_token=services.mint.traffic(record.sandbox_id) if tokens else None,
+        usage=None if usage is None else usage_of(usage),
     )
+
+
+def usage_of(usage: SandboxUsage) -> schemas.Usage:
+    """What a sandbox has used, as it is shown."""
+    return schemas.Usage(**{**msgspec.structs.asdict(usage), "at": rfc3339(usage.at)})
 
 
 def paused_of(

@@ -225,7 +225,8 @@ async def get_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[b
     services = services_of(request)
     record = await services.lifecycle.get(caller_of(request), segment(sandbox_id))
     record = await services.lifecycle.with_trouble(record)
-    return answer(sandbox_of(services, record, tokens=caller_of(request).may_enter))
+    usage = await services.tasks.usage_of(record)
+    return answer(sandbox_of(services, record, tokens=caller_of(request).may_enter, usage=usage))
 
 
 @delete(
@@ -245,7 +246,7 @@ async def get_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[b
 async def delete_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     services = services_of(request)
     record, _ = await services.lifecycle.kill(caller_of(request), segment(sandbox_id))
-    return answer(sandbox_of(services, record))
+    return answer(sandbox_of(services, record, usage=await services.tasks.usage_of(record)))
 
 
 @post(

@@ -401,6 +401,25 @@ class CreateKey(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     name: Annotated[Name, Meta(examples=["ci"])]
 
 
+class Usage(Struct, kw_only=True, frozen=True):
+    """What a sandbox has used since it was created, over pauses and restarts."""
+
+    cpu_seconds: Annotated[
+        float, Meta(description="Processor time; of a virtual machine, its VMM's.")
+    ]
+    memory_mb_seconds: Annotated[
+        float, Meta(description="MiB held, without file cache, times seconds.")
+    ]
+    disk_bytes: Annotated[
+        int, Meta(description="On its disk, as the file system last accounted it.")
+    ]
+    egress_bytes: Annotated[
+        int, Meta(description="Sent on its network link; answers to the API are among them.")
+    ]
+    ingress_bytes: int
+    at: Time
+
+
 class Sandbox(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """One sandbox. Fields that a call does not show are absent."""
 
@@ -454,6 +473,10 @@ class Sandbox(Struct, kw_only=True, frozen=True, omit_defaults=True):
         str | None, Meta(description="Digest or name of the image that it stands on.")
     ] = None
     env: Annotated[StringMap | None, Meta(description="Not in lists.")] = None
+    usage: Annotated[
+        Usage | None,
+        Meta(description="What it has used until now, or did until its end. Not in lists."),
+    ] = None
     access_token: Annotated[
         str | None,
         Meta(description="Opens the data plane (`X-Access-Token`). Not in lists."),

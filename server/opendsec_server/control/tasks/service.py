@@ -8,6 +8,7 @@ exist.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal
@@ -25,12 +26,13 @@ from opendsec_server.contract.errors import (
     TaskOperationNotFound,
 )
 from opendsec_server.contract.ids import random_chars
-from opendsec_server.contract.node import NodeClient
+from opendsec_server.contract.node import NodeClient, SandboxUsage
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.params import check_text, check_timeout
 from opendsec_server.store import task_operations as operation_rows
 from opendsec_server.store import tasks as rows
+from opendsec_server.store.records import SandboxRecord
 from opendsec_server.store.store import Store
 from opendsec_server.store.task_operations import (
     OperationKind,
@@ -39,7 +41,7 @@ from opendsec_server.store.task_operations import (
     TaskOperation,
 )
 from opendsec_server.store.tasks import Task, TaskCount, TaskState, TaskSum
-from opendsec_server.store.usage import note_usage
+from opendsec_server.store.usage import get_usage, note_usage
 
 from .operations import Operations
 
@@ -305,6 +307,17 @@ class Tasks:
             await self.meter(await rows.live_ids(self._store, project_id, task_id))
         except OpendsecError as exc:
             log.warning("use of a task not read now", task_id=task_id, why=exc.message)
+
+    async def usage_of(self, record: SandboxRecord) -> SandboxUsage | None:
+        """What one sandbox has used; of one whose node cannot be asked, by the last reading. None:
+        it was never read."""
+        name = record.sandbox_id
+        if not record.terminal:
+            with contextlib.suppress(OpendsecError):
+                found = (await self._node.usage([name])).get(name)
+                if found is not None:
+                    return found
+        return (await get_usage(self._store, [name])).get(name)
 
     async def meter(self, sandbox_ids: Sequence[str]) -> None:
         """Read what sandboxes have used, and keep it.
