@@ -146,7 +146,7 @@ class World:
 
 
 @given(STEPS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_an_item_is_one_sandbox_or_one_error(steps: list[str]) -> None:
     async def live(world: World) -> None:
         async with asyncio.timeout(batch_kit.STUCK_S):
