@@ -57,7 +57,8 @@ class OpendsecError(Exception):
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
-    fault: ClassVar[Fault] = "platform"
+    fault: Fault = "platform"
+    """Of the class; of one failure it may be another's, as its evidence says."""
     retryable: ClassVar[bool] = False
     default_remediation: ClassVar[str] = (
         "Look at the server's log for the request id; report it if it repeats."
@@ -97,7 +98,7 @@ class UserError(OpendsecError):
 
     code = "invalid_request"
     http_status = 400
-    fault = "user"
+    fault: Fault = "user"
     default_remediation = "Correct the request and send it again."
 
 
@@ -465,7 +466,7 @@ class CapacityError(OpendsecError):
 
     code = "capacity"
     http_status = 503
-    fault = "capacity"
+    fault: Fault = "capacity"
     retryable = True
     default_remediation = "Try again later, or add capacity."
 

@@ -42,7 +42,7 @@ from .attempts import Attempts
 from .creates import Creates
 from .iam import Caller
 from .invalidations import Invalidations
-from .ledger import PAUSES, Ledger, change_from_status, with_status
+from .ledger import PAUSES, Ledger, change_from_status, fault_of, with_status
 from .metrics import ControlMetrics
 from .params import check_network, check_timeout
 
@@ -235,7 +235,7 @@ class Lifecycle:
         for _ in range(CONNECT_TRIES):
             status = await self._node.get(sandbox_id)
             if status.state in TERMINAL:
-                raise _ended(sandbox_id, status.state)
+                raise _ended(sandbox_id, status.state, status.reason)
             if status.state is not State.RUNNING:
                 if status.state in PAUSES and resume:
                     return await self.resume(record, wanted_s, reboot=reboot)
@@ -465,10 +465,10 @@ class Lifecycle:
             SandboxNotFound: not one of the caller's, or ended.
         """
         await self.get_started(caller, sandbox_id)
-        state = (await self._node.get(sandbox_id)).state
-        if state in TERMINAL:
-            raise _ended(sandbox_id, state)
-        return state
+        status = await self._node.get(sandbox_id)
+        if status.state in TERMINAL:
+            raise _ended(sandbox_id, status.state, status.reason)
+        return status.state
 
     async def _note_end_at(self, record: SandboxRecord, status: SandboxStatus) -> SandboxRecord:
         await sandboxes.set_end_at(self._store, record.sandbox_id, status.end_at)
@@ -491,9 +491,12 @@ def lost(
 
 
 def _ended(sandbox_id: str, state: State, reason: EndReason | None = None) -> SandboxNotFound:
-    return SandboxNotFound(
+    error = SandboxNotFound(
         f"sandbox `{sandbox_id}` has ended", details={"state": state, "end_reason": reason}
     )
+    # To look for one that we have lost is nobody else's fault.
+    error.fault = fault_of(reason) or error.fault
+    return error
 
 
 def _not_found(sandbox_id: str) -> SandboxNotFound:

@@ -288,6 +288,7 @@ class Lifecycle:
             raise StartTimeout(
                 "the sandbox waited too long for its turn to be started",
                 remediation="The node is busy starting others. Retry with the same key.",
+                details={"time_out_of": "waiting for a turn to start"},
             )
 
     async def _start_failed(self, box: Sandbox, exc: Exception) -> None:
@@ -300,7 +301,10 @@ class Lifecycle:
             box.start_error = exc
         elif isinstance(exc, TimeoutError):
             budget_s = self.backend_of(box).budget_s
-            box.start_error = StartTimeout(f"the sandbox did not come up within {budget_s:.0f} s")
+            box.start_error = StartTimeout(
+                f"the sandbox did not come up within {budget_s:.0f} s",
+                details={"time_out_of": "start", "limit_s": budget_s},
+            )
         else:
             log.exception("start failed", sandbox_id=box.sandbox_id, exc_info=exc)
             box.start_error = SandboxStartFailed(f"the sandbox could not be set up: {exc}")

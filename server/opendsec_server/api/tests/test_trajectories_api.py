@@ -31,7 +31,7 @@ def code_of(answer: httpx.Response) -> tuple[int, str]:
 
 
 async def test_an_action_is_done_once_and_shown_whole(http: httpx.AsyncClient) -> None:
-    box = (await make(http, task_id="job"))["sandbox_id"]
+    box = str((await make(http, task_id="job"))["sandbox_id"])
     path = f"/v1/sandboxes/{box}/actions"
     asked = run("a", "echo hello && exit 2", rollout_id="r/1", step=4)
     first = await http.post(path, json=asked)
@@ -97,7 +97,7 @@ async def test_an_action_is_done_once_and_shown_whole(http: httpx.AsyncClient) -
 
 
 async def test_whose_fault_it_was(http: httpx.AsyncClient, plane: Plane) -> None:
-    box = (await make(http, task_id="job"))["sandbox_id"]
+    box = str((await make(http, task_id="job"))["sandbox_id"])
     path = f"/v1/sandboxes/{box}/actions"
     await http.post(path, json=run("a", "exit 1"))
     await http.post(path, json=run("b", "echo"))
@@ -116,14 +116,14 @@ async def test_whose_fault_it_was(http: httpx.AsyncClient, plane: Plane) -> None
 
 
 async def test_fast_forward_by_lines(http: httpx.AsyncClient, plane: Plane) -> None:
-    box = (await make(http))["sandbox_id"]
+    box = str((await make(http))["sandbox_id"])
     path = f"/v1/sandboxes/{box}/actions"
     await http.post(path, json=run("a", "append /n 1"))
     snapshot = (await http.post(path, json={"action_id": "s", "kind": "snapshot"})).json()[
         "result"
     ]["snapshot_id"]
     await http.post(path, json=run("b", "append /n 2", step=1))
-    new = (await make(http, template=snapshot))["sandbox_id"]
+    new = str((await make(http, template=snapshot))["sandbox_id"])
     forward = f"/v1/sandboxes/{new}/fast-forward"
     *steps, last = lines_of(await http.post(forward, json={"source": box}))
     assert [(s["action_id"], s["how"]) for s in steps] == [
@@ -155,7 +155,7 @@ BAD: list[dict[str, Any]] = [
 
 
 async def test_bad_bodies(http: httpx.AsyncClient) -> None:
-    box = (await make(http))["sandbox_id"]
+    box = str((await make(http))["sandbox_id"])
     for body in BAD:
         answer = await http.post(f"/v1/sandboxes/{box}/actions", json=body)
         assert code_of(answer) == (400, "invalid_request"), answer.text
@@ -163,11 +163,11 @@ async def test_bad_bodies(http: httpx.AsyncClient) -> None:
 
 
 async def test_other_projects_see_nothing(http: httpx.AsyncClient, plane: Plane) -> None:
-    box = (await make(http, task_id="job"))["sandbox_id"]
+    box = str((await make(http, task_id="job"))["sandbox_id"])
     await http.post(f"/v1/sandboxes/{box}/actions", json=run("a", "echo", rollout_id="r"))
     _, headers = await second_project(plane)
     async with httpx.AsyncClient(base_url=plane.url, headers=headers) as other:
-        own = (await make(other))["sandbox_id"]
+        own = str((await make(other))["sandbox_id"])
         for method, path, body in (
             ("POST", f"/v1/sandboxes/{box}/actions", run("a", "echo")),
             ("GET", f"/v1/sandboxes/{box}/actions", None),
