@@ -9,11 +9,9 @@ them run at once, since they wait most of the time.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import tarfile
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ import pytest
 
 from opendsec import BuildStep, Client
 from opendsec_server.images.tests.registries import Entry, make_layout, running_registry, tar_of
-from tests.harness import Server
+from tests.harness import BIN, Server
 
 INSIDE = Path(__file__).parent / "inside"
 PYTHON = Path(__file__).parents[2] / ".venv-adapters/bin/python"
@@ -136,14 +134,13 @@ def test_adapter(running: dict[str, subprocess.Popen[bytes]], name: str) -> None
 def test_without_the_package_the_command_says_which(server: Server) -> None:
     # Our own environment has the command, but not the package.
     run = subprocess.run(
-        ["opendsec", "mcp"],
-        env={**server.client_environment, "PATH": os.environ["PATH"]},
+        [BIN / "opendsec", "mcp"],
+        env=server.client_environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        cwd=tempfile.gettempdir(),
     )
     assert run.returncode == 1
     assert "pip install 'opendsec[mcp]'" in run.stderr
