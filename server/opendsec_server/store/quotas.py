@@ -308,6 +308,9 @@ def note_egress(connection: sa.Connection, project_id: str, sent_bytes: int, *, 
         "more_bytes": max(0, sent_bytes),
         "on_day": int(now // DAY_S),
     }
+    if connection.dialect.name != "sqlite":
+        # In the order of all others, or two transactions could wait for each other.
+        connection.execute(_LINE_LOCKED, {"of_project": project_id})
     connection.execute(_NOTE_EGRESS, values)
 
 

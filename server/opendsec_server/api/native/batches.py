@@ -16,6 +16,7 @@ from litestar.response import Stream
 from opendsec_server.api.http import (
     Query,
     Request,
+    about,
     answer,
     caller_of,
     explain,
@@ -95,6 +96,7 @@ async def create_batch(request: Request) -> Stream | Response[bytes]:
     # Thousands of items take a moment to check.
     params = await asyncio.to_thread(_params_of, body)
     batch = await services_of(request).batches.create(caller_of(request), params, key=key)
+    about(request, batch.batch_id)
     if not follow:
         return answer(batch_of(batch), 201)
     return ndjson(request, _results(request, batch.batch_id, 0, follow=True), status=201)

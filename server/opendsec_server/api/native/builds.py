@@ -15,6 +15,7 @@ from litestar.response import Stream
 from opendsec_server.api.http import (
     Query,
     Request,
+    about,
     answer,
     caller_of,
     no_content,
@@ -76,6 +77,7 @@ async def request_build(request: Request) -> Response[bytes]:
         envd_version=ENVD_VERSION,
     )
     _, build = await services_of(request).builds.request(caller_of(request), wanted)
+    about(request, f"{body.name} {build.build_id}")
     return answer(build_of(build), 201)
 
 

@@ -9,6 +9,7 @@ from litestar.params import FromPath
 
 from opendsec_server.api.http import (
     Request,
+    about,
     answer,
     caller_of,
     no_content,
@@ -88,6 +89,7 @@ async def get_image(request: Request, image: FromPath[str]) -> Response[bytes]:
 )
 async def pull_image(request: Request) -> Response[bytes]:
     body = await read_json(request, _pull)
+    about(request, body.reference)
     image = await services_of(request).images.pull(
         caller_of(request),
         body.reference,
