@@ -141,7 +141,7 @@ class SandboxNotFound(NotFound):
     )
 
 
-class FileNotThere(NotFound):
+class FileNotFound(NotFound):
     """The sandbox has no file of that path."""
 
     code = "file_not_found"

@@ -499,7 +499,7 @@ class NodeClient(Protocol):
 
         Raises:
             SandboxNotFound, StateConflict: as ``exec``.
-            FileNotThere: there is none.
+            FileNotFound: there is none.
             InvalidRequest: no file, or no such user.
             PayloadTooLarge: it has more than ``bytes_max``.
             AgentUnresponsive, NodeUnavailable: not read.

@@ -22,7 +22,7 @@ from opendsec_server.contract.actions import (
 from opendsec_server.contract.errors import (
     AgentUnresponsive,
     Conflict,
-    FileNotThere,
+    FileNotFound,
     InvalidRequest,
     NodeFull,
     OpendsecError,
@@ -248,7 +248,7 @@ def _error_of(status: int, answer: bytes, what: str) -> OpendsecError:
     if refusal.code == "failed_precondition":
         return StateConflict(text, remediation="Send it again.")
     if status == 404:
-        return FileNotThere(text)
+        return FileNotFound(text)
     if status == 409:
         return Conflict(text)
     if status in (429, 507):

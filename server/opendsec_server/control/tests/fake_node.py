@@ -24,7 +24,7 @@ from opendsec_server.contract.errors import (
     AgentUnresponsive,
     AlreadyPaused,
     Conflict,
-    FileNotThere,
+    FileNotFound,
     InvalidRequest,
     NotSupported,
     OpendsecError,
@@ -558,7 +558,7 @@ class FakeNode:
             raise self.fail["read_file"]
         text = self.contents[sandbox_id].disk.get(path)
         if text is None:
-            raise FileNotThere(f"no file {path}")
+            raise FileNotFound(f"no file {path}")
         data = text.encode(errors="surrogateescape")
         if len(data) > bytes_max:
             raise PayloadTooLarge(f"more than {bytes_max} bytes")

@@ -24,7 +24,7 @@ from opendsec_server.contract.actions import KeptProgram, ProgramOrder
 from opendsec_server.contract.errors import (
     ActionUnknown,
     Conflict,
-    FileNotThere,
+    FileNotFound,
     IdempotencyInProgress,
     IdempotencyOutcomeUnknown,
     Internal,
@@ -304,7 +304,7 @@ class Runner:
             except StateConflict:
                 silent_since = time.monotonic()
                 verdict = Verdict(cause="paused", fault=None)
-            except FileNotThere:
+            except FileNotFound:
                 verdict = _differs("no such file")
             except PayloadTooLarge:
                 verdict = _differs("more content")
