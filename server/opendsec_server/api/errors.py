@@ -13,6 +13,7 @@ from litestar.exceptions import (
     MethodNotAllowedException,
     NotFoundException,
 )
+from litestar.handlers import HTTPRouteHandler
 from litestar.routes import HTTPRoute
 
 from opendsec_server.contract.errors import (
@@ -53,7 +54,7 @@ _E2B_CODES: dict[type[OpendsecError], str] = {
 
 def handle_error(request: Request, exc: Exception) -> Response[bytes]:
     """Answer any exception. Nothing leaves without code, message and fault."""
-    error = _as_error(exc)
+    error = _as_error(exc, request)
     services = services_of(request)
     request.scope[ERROR_CODE_KEY] = error.code  # type: ignore[literal-required]
     services.metrics.errors.labels(error.code, error.fault).inc()
@@ -88,7 +89,7 @@ def _may_repeat(request: Request, error: OpendsecError) -> bool:
     return error.retryable
 
 
-def _as_error(exc: Exception) -> OpendsecError:
+def _as_error(exc: Exception, request: Request) -> OpendsecError:
     if isinstance(exc, OpendsecError):
         return exc
     if isinstance(exc, NotFoundException):
@@ -97,13 +98,20 @@ def _as_error(exc: Exception) -> OpendsecError:
         return MethodNotAllowed("this path does not take this method")
     if isinstance(exc, HTTPException):
         if exc.status_code == PayloadTooLarge.http_status:
+            most = _body_bytes_max(request)
             return PayloadTooLarge(
-                f"the body is larger than {API_BODY_BYTES_MAX} bytes",
-                details={"max_bytes": API_BODY_BYTES_MAX},
+                f"the body is larger than {most} bytes", details={"max_bytes": most}
             )
         if exc.status_code < 500:
             return InvalidRequest(exc.detail or "the request is malformed")
     return Internal("the server has a defect; it is logged under the request id")
+
+
+def _body_bytes_max(request: Request) -> int:
+    handler = request.scope.get("route_handler")
+    if isinstance(handler, HTTPRouteHandler):
+        return handler.resolve_request_max_body_size() or API_BODY_BYTES_MAX
+    return API_BODY_BYTES_MAX
 
 
 def _allowed_methods(app: Litestar, path: str) -> list[str]:

@@ -124,6 +124,17 @@ async def test_what_makes_no_sense(
     assert word in answer.json()["error"]["message"]
 
 
+async def test_a_body_may_be_larger_here_and_is_bounded(http: httpx.AsyncClient) -> None:
+    own = {"metadata": {"words": "a" * 2_000}, "memory_mb": 1}
+    answer = await http.post("/v1/batches", json={"items": [{}] + [own] * 3_000})
+    assert answer.status_code == 400 and "items[1]: memory_mb" in answer.text
+    answer = await http.post("/v1/batches", content=b" " * (33 << 20))
+    assert answer.status_code == 413
+    assert answer.json()["error"]["details"]["max_bytes"] == 32 << 20
+    answer = await http.post("/v1/sandboxes/bulk/kill", content=b" " * (5 << 20))
+    assert answer.json()["error"]["details"]["max_bytes"] == 4 << 20
+
+
 async def test_cancel(http: httpx.AsyncClient, plane: Plane) -> None:
     plane.node.gate = asyncio.Event()
     asked = (await http.post("/v1/batches?follow=false", json={"count": 50})).json()
