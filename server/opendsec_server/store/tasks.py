@@ -21,7 +21,7 @@ from opendsec_server.contract.states import EndReason, State
 
 from .packing import struct_of
 from .store import Store
-from .tables import SANDBOX_USAGE, SANDBOXES, TASKS
+from .tables import SANDBOX_USAGE, SANDBOXES, TASK_OPERATIONS, TASKS
 
 TaskState = Literal["open", "paused", "ended"]
 
@@ -239,6 +239,27 @@ async def limited_tasks(store: Store) -> list[Task]:
         TASKS.c.ended_at.is_(None),
         TASKS.c.deadline_at.is_not(None) | TASKS.c.cpu_seconds_max.is_not(None),
     )
+
+    def work(connection: sa.Connection) -> list[Task]:
+        return [struct_of(row, Task) for row in connection.execute(query).mappings()]
+
+    return await store.read(work)
+
+
+async def ended_with_living(store: Store) -> list[Task]:
+    """Tasks of all projects that have ended, and of which a sandbox has not: its node could not be
+    asked. Those that something is being done to are left out."""
+    living = sa.exists().where(
+        SANDBOXES.c.project_id == TASKS.c.project_id,
+        SANDBOXES.c.task_id == TASKS.c.task_id,
+        SANDBOXES.c.ended_at.is_(None),
+    )
+    busy = sa.exists().where(
+        TASK_OPERATIONS.c.project_id == TASKS.c.project_id,
+        TASK_OPERATIONS.c.task_id == TASKS.c.task_id,
+        TASK_OPERATIONS.c.finished_at.is_(None),
+    )
+    query = sa.select(TASKS).where(TASKS.c.state == "ended", living, ~busy)
 
     def work(connection: sa.Connection) -> list[Task]:
         return [struct_of(row, Task) for row in connection.execute(query).mappings()]

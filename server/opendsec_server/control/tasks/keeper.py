@@ -26,6 +26,8 @@ LIMITS_S = 1.0
 """How often deadlines and budgets are looked at; a deadline is this late at most."""
 METER_S = 15.0
 """How often what all sandboxes use is read."""
+REST_S = 30.0
+"""How often it is seen to that nothing of an ended task is left."""
 PRUNE_S = 3_600.0
 OPERATIONS_KEPT_S = 7 * 24 * 3_600
 BUSY_SHARE = 20
@@ -49,6 +51,7 @@ class TaskKeeper:
             asyncio.create_task(_repeat(what, every_s), name=f"tasks-{name}")
             for name, what, every_s in (
                 ("limits", self.look_at_limits, LIMITS_S),
+                ("rest", self.end_the_rest, REST_S),
                 ("meter", self.meter_all, METER_S),
                 ("prune", self.prune, PRUNE_S),
             )
@@ -80,6 +83,16 @@ class TaskKeeper:
         await self._tasks.refresh_usage(task.project_id, task.task_id)
         used = await self._tasks.used(task)
         return EndReason.TASK_BUDGET if used.cpu_seconds >= task.cpu_seconds_max else None
+
+    async def end_the_rest(self) -> None:
+        """End what is left of tasks that have ended: its node was away, and may be back.
+
+        Raises:
+            StoreUnavailable: not now.
+        """
+        for task in await rows.ended_with_living(self._store):
+            params = kill_params(task.end_reason or EndReason.KILLED)
+            await self._tasks.begin(task.project_id, task.task_id, "kill", params)
 
     async def meter_all(self) -> None:
         """Read what every sandbox has used, so that a lost node takes little of it along.

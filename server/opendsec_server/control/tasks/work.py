@@ -40,6 +40,7 @@ CAUSE = "task"
 TRIES = 8
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 5.0
+AWAY_S = 30.0
 """A node that is away, or a sandbox between two states, is asked again: for about 20 s in all."""
 
 
@@ -77,14 +78,22 @@ class Work:
         )
         self._invalidations = invalidations
         self._metrics = metrics
+        self._away: dict[str, float] = {}
+        """Nodes that did not answer, and until when they are asked once only."""
 
     async def do(self, operation: TaskOperation, record: SandboxRecord) -> Noted:
         """Do an operation to one of its sandboxes. Never raises: what fails is its outcome."""
         one = {"pause": self._pause, "resume": self._resume, "kill": self._kill}[operation.kind]
+        # One that stayed away for another sandbox is not waited for again: it has thousands.
+        away = self._away.get(record.node_id, 0.0) > time.monotonic()
+        tries = 1 if away else TRIES
         try:
-            return await _again_while_it_helps(lambda: one(record, operation.params))
+            return await _again_while_it_helps(lambda: one(record, operation.params), tries)
         except SandboxNotFound:
             return Noted(sandbox_id=record.sandbox_id, outcome="gone")
+        except NodeUnavailable as exc:
+            self._away[record.node_id] = time.monotonic() + AWAY_S
+            error: OpendsecError = exc
         except OpendsecError as exc:
             error = exc
         except Exception as exc:
@@ -180,9 +189,9 @@ class Work:
             log.warning("not recorded yet", sandbox_id=change.sandbox_id, state=change.state)
 
 
-async def _again_while_it_helps(one: Callable[[], Awaitable[Noted]]) -> Noted:
+async def _again_while_it_helps(one: Callable[[], Awaitable[Noted]], tries: int) -> Noted:
     pause_s = PAUSE_FIRST_S
-    for _ in range(TRIES - 1):
+    for _ in range(tries - 1):
         try:
             return await one()
         except (NodeUnavailable, StoreUnavailable, StateConflict):
