@@ -66,7 +66,8 @@ def resolve(
     Address: argument, ``OPENDSEC_API_URL``, ``E2B_API_URL``, else this machine's port 7300.
     Key: argument, ``OPENDSEC_API_KEY``, ``E2B_API_KEY``, else the key file of a server on this
     machine (only for loopback addresses: a local key must not travel to another host).
-    Project: argument, ``OPENDSEC_PROJECT_ID``, ``E2B_TEAM_ID``, else the key's own.
+    Project: argument, ``OPENDSEC_PROJECT_ID``, ``E2B_TEAM_ID`` beside ``E2B_API_URL``, else the
+    key's own.
 
     Raises:
         NotConfigured: the address is not an http(s) URL.
@@ -93,7 +94,8 @@ def resolve(
     project_id, _ = _first(
         ("argument", project_id),
         ("OPENDSEC_PROJECT_ID", env.get("OPENDSEC_PROJECT_ID")),
-        ("E2B_TEAM_ID", env.get("E2B_TEAM_ID")),
+        # It belongs to the server that E2B's settings name.
+        ("E2B_TEAM_ID", env.get("E2B_TEAM_ID") if url_source == "E2B_API_URL" else None),
     )
     return Settings(url, traffic_url, key or None, url_source, key_source, project_id or None)
 

@@ -94,7 +94,7 @@ class AsyncClient:
             this machine, if it may be read.
         sandbox_url: Where sandbox traffic goes, if not to ``base_url``.
         project_id: The project to act in, if not the key's own: one that the key has rights in.
-            None: ``OPENDSEC_PROJECT_ID``, ``E2B_TEAM_ID``.
+            None: ``OPENDSEC_PROJECT_ID``, or ``E2B_TEAM_ID`` beside ``E2B_API_URL``.
         retries_max: How often a failed call that may be repeated is repeated, with growing
             pauses. 0: never.
 

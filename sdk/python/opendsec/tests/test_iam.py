@@ -73,10 +73,12 @@ async def test_a_client_acts_in_a_project(kit: Kit, server: FakeServer) -> None:
     asked = server.of("GET", "/v1/projects")[0]
     assert asked.headers["x-project-id"] == "p2"
     assert asked.query == {"closed": ["true"]}
-    env = {"OPENDSEC_API_URL": "http://h", "E2B_TEAM_ID": "p3"}
+    env = {"E2B_API_URL": "http://h", "E2B_TEAM_ID": "p3"}
     assert _settings.resolve(environ=env).project_id == "p3"
     assert _settings.resolve(environ={**env, "OPENDSEC_PROJECT_ID": "p4"}).project_id == "p4"
     assert _settings.resolve(environ=env, project_id="p5").project_id == "p5"
+    elsewhere = {"OPENDSEC_API_URL": "http://ours", **env}
+    assert _settings.resolve(environ=elsewhere).project_id is None
     assert _settings.resolve(environ={}).project_id is None
 
 
