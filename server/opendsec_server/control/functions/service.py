@@ -121,7 +121,7 @@ class Functions:
             if record.spec.workers_min == 0:
                 continue
             project = await accounts.get_project(self._store, record.project_id)
-            if project is not None:
+            if project is not None and project.closed_at is None:
                 caller = Caller(project=project, key_id=POOL_KEEPER)
                 self._pools[record.project_id, record.name] = Pool(record, caller)
 
@@ -468,8 +468,9 @@ class Functions:
         )
         failure: OpendsecError | None = None
         try:
-            await store_functions.add_worker(self._store, row)
+            # Before anything can be cut off: whoever stops the server ends it.
             self._workers[worker] = pool
+            await store_functions.add_worker(self._store, row)
             await worker.start(pool.caller, pool.record, self._creates)
         except OpendsecError as exc:
             failure = exc
