@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,3 +225,21 @@ async def test_async(server: Server) -> None:
         rollout = AsyncRollout(client, memory_mb=128, setup=SETUP, verifier=VERIFIER)
         outcome = await rollout.run(agent)
     assert (outcome.value, outcome.passed) == (42, True)
+
+
+async def test_one_that_is_cancelled_leaves_nothing(server: Server) -> None:
+    begun = asyncio.Event()
+
+    async def agent(sandbox: AsyncSandbox) -> None:
+        begun.set()
+        await sandbox.exec("sleep 600")
+
+    async with AsyncClient(base_url=server.url, api_key=server.api_key) as client:
+        rollout = AsyncRollout(client, memory_mb=64, setup=SETUP, verifier=VERIFIER)
+        running = asyncio.create_task(rollout.run(agent))
+        await begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert [record async for record in client.list()] == []
+        assert [snapshot async for snapshot in client.snapshots.list()] == []
