@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from opendsec_server.config import ConfigError
 from opendsec_server.contract.node import SandboxSpec
 from opendsec_server.node.cgroups.base import Usage
 from opendsec_server.node.journal import _TO_2, Journal, Meter
 from opendsec_server.node.usage import _advanced, read_links
+from opendsec_server.node.vmm.qemu.program import find_qemu
 
 from .conftest import MakeNode
 from .machine import NodeProcess
@@ -130,3 +132,32 @@ async def test_a_sandbox_is_counted_over_its_whole_life(make_node: MakeNode) -> 
     await again(node)
     assert (await usage(node, spec))["cpu_seconds"] == total["cpu_seconds"]
     assert await node.call("usage", ["inobodyxxxxxxxxxxxxx"]) == {}
+
+
+@pytest.mark.node
+async def test_a_machine_is_counted_by_its_vmm(make_node: MakeNode) -> None:
+    try:
+        find_qemu(None)
+    except ConfigError as exc:
+        pytest.skip(f"no microVMs: {exc}")
+    node = make_node()
+    await node.start()
+    spec = await node.create(backend="microvm", memory_mb=256, disk_mb=512)
+    await node.exec(spec, "head -c 300000 /dev/zero | tr '\\0' a")
+    first = await usage(node, spec)
+    assert first["cpu_seconds"] > 0.05
+    assert first["egress_bytes"] > 300_000
+    # Its memory is the guest's: it counts until the pause has ended the VMM, and not after.
+    await node.call("pause", spec.sandbox_id)
+    paused = await usage(node, spec)
+    assert paused["memory_mb_seconds"] > 10
+    await asyncio.sleep(1.2)
+    assert await usage(node, spec) == paused
+    # The restored machine is another process with counters of its own.
+    await resume(node, spec)
+    await node.exec(spec, "head -c 300000 /dev/zero | tr '\\0' a")
+    again_running = await usage(node, spec)
+    assert again_running["egress_bytes"] > paused["egress_bytes"] + 300_000
+    assert again_running["cpu_seconds"] > paused["cpu_seconds"]
+    status = await node.call("kill", spec.sandbox_id)
+    assert status["usage"]["cpu_seconds"] >= again_running["cpu_seconds"]
