@@ -92,78 +92,97 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._models import CommandResult
 
-Fault = Literal["user", "platform", "capacity"]
-FAULTS: tuple[Fault, ...] = ("user", "platform", "capacity")
+from ._error_base import (
+    FAULTS,
+    CapacityError,
+    Conflict,
+    Fault,
+    NotFound,
+    OpendsecError,
+    PlatformError,
+    UserError,
+)
+from ._work_errors import (
+    ActionInProgress,
+    ActionMismatch,
+    ActionNotFound,
+    ActionUnknown,
+    ArtifactsRefused,
+    BatchCancelled,
+    BatchNotFound,
+    BuildFailed,
+    BuildNotFound,
+    FunctionCancelled,
+    FunctionCrashed,
+    FunctionDiskFull,
+    FunctionFailed,
+    FunctionOutOfMemory,
+    FunctionPoolNotFound,
+    FunctionPoolUnusable,
+    FunctionQueueFull,
+    FunctionRaised,
+    FunctionResultInvalid,
+    FunctionResultTooLarge,
+    FunctionTimeout,
+    FunctionWorkerLost,
+    TaskBudgetReached,
+    TaskEnded,
+    TaskExists,
+    TaskNotFound,
+    TaskOperationNotFound,
+    TaskPaused,
+    TrajectoryFull,
+    TrajectoryNotFound,
+)
 
-
-class OpendsecError(Exception):
-    """Base of every failure.
-
-    Attributes:
-        code: Stable word for programs, such as ``sandbox_not_found``.
-        message: What happened, in one sentence.
-        remediation: What the reader should do.
-        retryable: Whether the same call may work later without a change.
-        fault: Who has to act: ``user``, ``platform`` or ``capacity``. A grader must score only
-            ``user`` failures as the program's own.
-        request_id: The server's id of the request, for its log. None if no answer came.
-        details: Further facts from the server.
-        http_status: Status of the answer; None if no answer came.
-        retry_after_s: When to try again, in seconds, if the server said so.
-    """
-
-    code: str = "internal"
-    fault: Fault = "platform"
-    retryable: bool = False
-    default_remediation: ClassVar[str] = (
-        "Look at the server's log for the request id; report it if it repeats."
-    )
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        remediation: str | None = None,
-        request_id: str | None = None,
-        details: Mapping[str, Any] | None = None,
-        http_status: int | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.remediation = remediation or self.default_remediation
-        self.request_id = request_id
-        self.details: dict[str, Any] = dict(details or {})
-        self.http_status = http_status
-        self.retry_after_s = retry_after_s
-
-    def to_dict(self) -> dict[str, Any]:
-        """The error as plain JSON types, in the shape of the server's ``error`` object."""
-        return {
-            "code": self.code,
-            "message": self.message,
-            "remediation": self.remediation,
-            "retryable": self.retryable,
-            "fault": self.fault,
-            "details": self.details,
-            "request_id": self.request_id,
-        }
-
+__all__ = [
+    "FAULTS",
+    "ActionInProgress",
+    "ActionMismatch",
+    "ActionNotFound",
+    "ActionUnknown",
+    "ArtifactsRefused",
+    "BatchCancelled",
+    "BatchNotFound",
+    "BuildFailed",
+    "BuildNotFound",
+    "CapacityError",
+    "Conflict",
+    "Fault",
+    "FunctionCancelled",
+    "FunctionCrashed",
+    "FunctionDiskFull",
+    "FunctionFailed",
+    "FunctionOutOfMemory",
+    "FunctionPoolNotFound",
+    "FunctionPoolUnusable",
+    "FunctionQueueFull",
+    "FunctionRaised",
+    "FunctionResultInvalid",
+    "FunctionResultTooLarge",
+    "FunctionTimeout",
+    "FunctionWorkerLost",
+    "NotFound",
+    "OpendsecError",
+    "PlatformError",
+    "TaskBudgetReached",
+    "TaskEnded",
+    "TaskExists",
+    "TaskNotFound",
+    "TaskOperationNotFound",
+    "TaskPaused",
+    "TrajectoryFull",
+    "TrajectoryNotFound",
+    "UserError",
+]
+"""Of other modules, and found here like all others."""
 
 # --- user -------------------------------------------------------------------
-
-
-class UserError(OpendsecError):
-    """The caller must change something before the call can work."""
-
-    code = "invalid_request"
-    fault: Fault = "user"
-    default_remediation = "Correct the request and send it again."
 
 
 class InvalidRequest(UserError):
@@ -206,13 +225,6 @@ class Forbidden(UserError):
     default_remediation = "Use a key of the project that owns the object."
 
 
-class NotFound(UserError):
-    """The named object does not exist, or is not the caller's."""
-
-    code = "not_found"
-    default_remediation = "Check the name; list what exists."
-
-
 class SandboxNotFound(NotFound):
     """No such sandbox: unknown, another project's, or ended.
 
@@ -247,32 +259,11 @@ class FileNotFound(NotFound):
     default_remediation = "Check the path; a relative path starts at the user's home."
 
 
-class ActionNotFound(NotFound):
-    """The sandbox's log has no action of this id."""
-
-    code = "action_not_found"
-    default_remediation = "List the sandbox's actions."
-
-
-class TrajectoryNotFound(NotFound):
-    """No action of the project has this rollout id."""
-
-    code = "trajectory_not_found"
-    default_remediation = "List trajectories and use one of their rollout ids."
-
-
 class ProcessNotFound(NotFound):
     """No such process in the sandbox; an ended one is remembered for 30 seconds."""
 
     code = "process_not_found"
     default_remediation = "List the sandbox's processes."
-
-
-class Conflict(UserError):
-    """The request contradicts the object's present state."""
-
-    code = "conflict"
-    default_remediation = "Read the object's state and decide again."
 
 
 class IdempotencyMismatch(Conflict):
@@ -349,21 +340,6 @@ class ImageNotFound(NotFound):
     default_remediation = "Check the reference, its tag and its registry; list the images here."
 
 
-class ActionMismatch(Conflict):
-    """The action id was used before in this sandbox, for something else."""
-
-    code = "action_mismatch"
-    default_remediation = "Use a new action id for another action."
-
-
-class ActionInProgress(Conflict):
-    """Another action of the sandbox must end first: snapshots stand at a known place only."""
-
-    code = "action_in_progress"
-    retryable = True
-    default_remediation = "Wait until the other action has ended, and send this one again."
-
-
 class ImageInUse(Conflict):
     """Sandboxes, snapshots or templates stand on the image."""
 
@@ -386,161 +362,6 @@ class RegistryDenied(UserError):
     code = "registry_denied"
     http_status = 403
     default_remediation = "Give credentials that may pull the image, and check its name."
-
-
-class BuildNotFound(NotFound):
-    """No such build of a template for this caller."""
-
-    code = "build_not_found"
-    default_remediation = "Check the template and build ids; list the template's builds."
-
-
-class BuildFailed(UserError):
-    """A step of a template build failed by what the step itself did."""
-
-    code = "build_failed"
-    http_status = 422
-    default_remediation = "Read the log of the failed step, mend the step and build again."
-
-
-class FunctionPoolNotFound(NotFound):
-    """The project has no function pool of that name."""
-
-    code = "function_pool_not_found"
-    default_remediation = "List the pools, or make it first. The pool `default` is always there."
-
-
-class FunctionPoolUnusable(UserError):
-    """Workers of the pool cannot serve: no `python3`, or an import in advance fails."""
-
-    code = "function_pool_unusable"
-    default_remediation = (
-        "Use a template that has Python 3.8 or later (`python3`), and mend the pool's "
-        "imports."
-    )
-
-
-class FunctionFailed(UserError):
-    """The call ended by what its own code did. Base of what calls can come to."""
-
-    code = "function_failed"
-    default_remediation = "Mend the function; its output and traceback are in the answer."
-
-
-class FunctionRaised(FunctionFailed):
-    """The function raised an exception."""
-
-    code = "function_raised"
-    default_remediation = "Read the traceback and mend the function."
-
-
-class FunctionTimeout(FunctionFailed):
-    """The call took longer than its time-out and was killed."""
-
-    code = "function_timeout"
-    default_remediation = "Give it more time, or less to do."
-
-
-class FunctionOutOfMemory(FunctionFailed):
-    """The call wanted more memory than it may have."""
-
-    code = "function_out_of_memory"
-    default_remediation = "Raise the call's memory limit or the pool's memory, or use less."
-
-
-class FunctionDiskFull(FunctionFailed):
-    """The call filled its worker's disk."""
-
-    code = "function_disk_full"
-    default_remediation = "Write less, or give the pool a larger disk."
-
-
-class FunctionCrashed(FunctionFailed):
-    """The call's process ended without a result: by a signal, or by leaving."""
-
-    code = "function_crashed"
-    default_remediation = (
-        "Look at the exit status or signal in the details; return from the function."
-    )
-
-
-class FunctionResultInvalid(FunctionFailed):
-    """What the function returned is no plain data, or what the call sent is no result."""
-
-    code = "function_result_invalid"
-    default_remediation = (
-        "Return plain data (numbers, text, bytes, lists, dicts), or ask for pickled results."
-    )
-
-
-class FunctionResultTooLarge(FunctionFailed):
-    """The call's result and files are larger than a call may hand back."""
-
-    code = "function_result_too_large"
-    default_remediation = "Hand back less, or use a sandbox and its files."
-
-
-class FunctionCancelled(FunctionFailed):
-    """The call was given up: its caller went away, or its pool was deleted."""
-
-    code = "function_cancelled"
-    default_remediation = "Call again."
-
-
-class BatchNotFound(NotFound):
-    """No such batch for this caller."""
-
-    code = "batch_not_found"
-    default_remediation = "Check the batch id; list the batches. Old ones are removed."
-
-
-class BatchCancelled(Conflict):
-    """The batch was cancelled before this item began."""
-
-    code = "batch_cancelled"
-    default_remediation = "Nothing was made for this item. Ask for it in another batch."
-
-
-class TaskNotFound(NotFound):
-    """No such task for this caller."""
-
-    code = "task_not_found"
-    default_remediation = "Check the task id; list the tasks. A task is made by its first use."
-
-
-class TaskOperationNotFound(NotFound):
-    """No such pause, resume or kill of this task."""
-
-    code = "task_operation_not_found"
-    default_remediation = "List the task's operations. Old ones are removed."
-
-
-class TaskExists(Conflict):
-    """A task of this name exists, with other limits."""
-
-    code = "task_exists"
-    default_remediation = "Change its limits instead, or use another id."
-
-
-class TaskEnded(Conflict):
-    """The task has ended: by a kill, at its deadline, or with its budget."""
-
-    code = "task_ended"
-    default_remediation = "Use another task id, or reopen the task."
-
-
-class TaskPaused(Conflict):
-    """The task is paused: nothing is started in it."""
-
-    code = "task_paused"
-    default_remediation = "Resume the task first."
-
-
-class TaskBudgetReached(Conflict):
-    """As many sandboxes were made in the task as its budget allows."""
-
-    code = "task_budget_reached"
-    default_remediation = "Give the task a larger budget, or use another task id."
 
 
 class MethodNotAllowed(UserError):
@@ -594,13 +415,6 @@ class WaitTimeout(UserError):
     default_remediation = "Wait longer, or find out why it does not happen."
 
 
-class ArtifactsRefused(UserError):
-    """What an agent left cannot be taken into a verifier's sandbox. The agent's own failure."""
-
-    code = "artifacts_refused"
-    default_remediation = "Look at what the agent made of the paths that the verifier takes."
-
-
 class CommandFailed(UserError):
     """The command ended with another exit code than 0, and ``check=True`` was asked for.
 
@@ -640,15 +454,6 @@ class CommandTimeout(UserError):
 # --- capacity ---------------------------------------------------------------
 
 
-class CapacityError(OpendsecError):
-    """Nothing is broken; there is no room now."""
-
-    code = "capacity"
-    fault: Fault = "capacity"
-    retryable = True
-    default_remediation = "Try again later, or add capacity."
-
-
 class QuotaExceeded(CapacityError):
     """A limit of the project is reached."""
 
@@ -663,23 +468,6 @@ class RegistryLimited(CapacityError):
     default_remediation = "Wait as long as retry_after_s says, log in, or use a mirror."
 
 
-class FunctionQueueFull(CapacityError):
-    """As many calls of the project wait as may."""
-
-    code = "function_queue_full"
-    default_remediation = "Wait for answers before sending more calls."
-
-
-class TrajectoryFull(CapacityError):
-    """The sandbox's log holds as many actions, or as much of their output, as may be."""
-
-    code = "trajectory_full"
-    retryable = False
-    default_remediation = (
-        "Run commands directly, keep less output, or go on in a new sandbox made from a snapshot."
-    )
-
-
 class NodeFull(CapacityError):
     """The node has no free slot, memory or disk for another sandbox."""
 
@@ -688,10 +476,6 @@ class NodeFull(CapacityError):
 
 
 # --- platform ---------------------------------------------------------------
-
-
-class PlatformError(OpendsecError):
-    """Not the caller's to mend. A grader must never score it as the program's failure."""
 
 
 class Internal(PlatformError):
@@ -714,16 +498,6 @@ class AgentUnresponsive(PlatformError):
     code = "agent_unresponsive"
     retryable = True
     default_remediation = "Retry; if it repeats, kill the sandbox and create a new one."
-
-
-class ActionUnknown(PlatformError):
-    """It is not known whether an action took effect, so that nothing may build on it."""
-
-    code = "action_unknown"
-    default_remediation = (
-        "Resolve it: ask the sandbox again (`actions.resolve`), or state what became of it. "
-        "Do not score it."
-    )
 
 
 class SandboxLost(PlatformError):
@@ -767,14 +541,6 @@ class ImageDamaged(PlatformError):
     code = "image_damaged"
     http_status = 502
     default_remediation = "Push the image anew, or pull it from another registry."
-
-
-class FunctionWorkerLost(PlatformError):
-    """The worker ended while it made the call. What the call did until then is not known."""
-
-    code = "function_worker_lost"
-    retryable = True
-    default_remediation = "Call again; workers are replaced by themselves."
 
 
 class StartTimeout(PlatformError):
