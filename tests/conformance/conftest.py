@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from opendsec import BackendInfo, Client, Sandbox
@@ -22,7 +23,7 @@ from tests.vm.image import ensure_image, missing_programs
 
 from .kit import OCI_DIR, REFUSED, Bench, Maker, until
 from .outside import PRIVATE, Outside, open_outside
-from .table import Table
+from .table import Cell, Table
 
 COLUMNS = ("container", "microvm-qemu", "microvm-firecracker", "vm")
 """Backends of this project; a microVM's differ by the program behind it."""
@@ -31,6 +32,7 @@ HERE = Path(__file__).parent
 TEST_TIMEOUT_S = 300
 SLOW = "full machines boot for minutes where they are emulated; ask for them: --backend vm"
 TABLE = pytest.StashKey[Table]()
+CELL = "conformance-cell"
 OFFERED: dict[str, str] = {}
 """Backends that a server of this run turned out not to have, with the reason."""
 
@@ -61,6 +63,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """One table per run."""
     config.stash[TABLE] = Table()
+    config.pluginmanager.register(_Reader(config.stash[TABLE]))
+
+
+class _Reader:
+    """Fills the table from reports, which may come from another process."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take over what a report says of a behaviour."""
+        for name, value in report.user_properties:
+            if name == CELL:
+                cell = msgspec.convert(value, Cell)
+                self._table.put(cell.section, cell.behaviour, cell.column, cell.outcome)
+                if cell.behind is not None:
+                    self._table.columns[cell.column] = cell.behind
+                if cell.absent is not None:
+                    self._table.absent[cell.column] = cell.absent
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -92,18 +113,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fill the table."""
+    """Say in the report what it means for the table."""
     report = yield
     properties: dict[str, Any] = dict(item.user_properties)
     if "conformance" in properties:
         section, behaviour, column = properties["conformance"]
-        table = item.config.stash[TABLE]
+        outcome = None
         if report.failed or report.skipped:
-            table.put(section, behaviour, column, report.outcome)
+            outcome = report.outcome
         elif report.when == "call":
             bench = getattr(item, "funcargs", {}).get("bench")
             refused = bench is not None and REFUSED in dict(bench.notes)
-            table.put(section, behaviour, column, "refused" if refused else "passed")
+            outcome = "refused" if refused else "passed"
+        if outcome is not None:
+            table = item.config.stash[TABLE]
+            cell = Cell(
+                section=section,
+                behaviour=behaviour,
+                column=column,
+                outcome=outcome,
+                behind=table.columns.get(column),
+                absent=table.absent.get(column),
+            )
+            report.user_properties.append((CELL, msgspec.to_builtins(cell)))
     return report
 
 
@@ -230,7 +262,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
         _absent(table, column, missing)
     request.getfixturevalue("outside")
     number = COLUMNS.index(column) if column in COLUMNS else len(COLUMNS)
-    server = new_server(f"cf{number}", f"10.{220 + number}.0.0/16", **_settings(column))
+    server = new_server(f"cf{number}", f"10.{200 + number}.0.0/16", **_settings(column))
     before = leaks.Snapshot.take(f"cf{number}", (server.root,))
     try:
         server.start()

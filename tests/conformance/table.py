@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+import msgspec
+
 WORDS = {
     "passed": "yes",
     "refused": "refuses",
@@ -13,6 +15,19 @@ WORDS = {
     "skipped": "not run",
 }
 """``refuses``: the backend does not claim it, and says so with the typed error."""
+
+
+class Cell(msgspec.Struct, kw_only=True, frozen=True):
+    """What one test saw. Plain data, since tests may run in other processes."""
+
+    section: str
+    behaviour: str
+    column: str
+    outcome: str
+    behind: str | None = None
+    """A word on what is behind the backend."""
+    absent: str | None = None
+    """Why the backend is not there."""
 
 
 @dataclass

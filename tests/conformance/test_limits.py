@@ -49,7 +49,7 @@ def test_many_processes_run_but_not_any_number(make: Maker, bench: Bench) -> Non
     # What was forked is called `bash` until it has become `sleep`: the count is awaited.
     running = one.exec(
         "for i in $(seq 100); do sleep 60 & done; "
-        "for i in $(seq 100); do n=$(pgrep -xc sleep); [ $n = 100 ] && break; command sleep 0.1; done; "
+        "for i in $(seq 100); do n=$(pgrep -xc sleep); [ $n = 100 ] && break; sleep 0.1; done; "
         "echo $n; pkill -x sleep"
     )
     assert running.stdout == "100\n", running

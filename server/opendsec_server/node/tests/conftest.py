@@ -61,7 +61,7 @@ async def make_node(scratch: Path) -> AsyncIterator[MakeNode]:
         state_dir=str(state),
         run_dir=str(run),
         instance=instance,
-        network_cidr=f"10.{220 + secrets.randbelow(30)}.{16 * secrets.randbelow(16)}.0/20",
+        network_cidr=f"10.{160 + secrets.randbelow(30)}.{16 * secrets.randbelow(16)}.0/20",
         slots_ready=2,
         agent_path=_agent(),
         disk_pool_mb=8_192,
