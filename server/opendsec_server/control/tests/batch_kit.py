@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Collection
+from typing import Any
 
+from opendsec_server.config import Config
 from opendsec_server.contract.states import TERMINAL
 from opendsec_server.control.batches import BatchParams
 from opendsec_server.control.iam import Caller
@@ -33,10 +36,18 @@ async def outcomes(services: Services, caller: Caller, batch_id: str) -> tuple[B
         return watched.batch, items
 
 
-async def crash(services: Services) -> None:
+async def started(config: Config, node: FakeNode) -> tuple[Services, set[asyncio.Task[Any]]]:
+    """A server, and what it does in the background."""
+    before = asyncio.all_tasks()
+    services = await Services.start(config, node)
+    return services, asyncio.all_tasks() - before
+
+
+async def crash(services: Services, background: Collection[asyncio.Task[Any]] = ()) -> None:
     """The process is gone: nothing is finished, nothing is undone."""
     batches = services.batches
     tasks = [
+        *background,
         batches._keeping,
         batches._queue._task,
         batches._writer._task,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from opendsec_server.control.services import Services
 from opendsec_server.store.batches import Batch
 
 from . import batch_kit
-from .batch_kit import crash, many
+from .batch_kit import crash, many, started
 from .conftest import first_caller
 from .fake_node import FakeNode
 from .seed import seeded
@@ -55,11 +56,14 @@ class World:
         self.gate.set()
         self.node.gate = self.gate
         self.servers: list[Services] = []
+        self.background: list[set[asyncio.Task[Any]]] = []
         self.calls: list[asyncio.Task[Batch]] = []
         self.found: set[str] = set()
 
     async def start(self) -> None:
-        self.servers.append(await Services.start(self.config, self.node))
+        services, background = await started(self.config, self.node)
+        self.servers.append(services)
+        self.background.append(background)
         self.caller = await first_caller(self.servers[-1])
 
     @property
@@ -88,7 +92,7 @@ class World:
                     await asyncio.sleep(0.003)
             case "crash":
                 await self.collect(cancel=True)
-                await crash(self.servers.pop())
+                await crash(self.servers.pop(), self.background.pop())
                 if not self.servers:
                     await self.start()
             case "second server" if len(self.servers) == 1:
