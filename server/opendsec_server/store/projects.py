@@ -85,7 +85,7 @@ async def tree_below(
         )
         rows = connection.execute(query).all()
         width = len(PROJECTS.c)
-        names = [str(name) for name in PROJECTS.c.keys()]
+        names = [str(column.name) for column in PROJECTS.c]
         projects = [
             msgspec.convert(dict(zip(names, row[:width], strict=True)), Project) for row in rows
         ]

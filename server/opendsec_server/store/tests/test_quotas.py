@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,94 @@ async def _first(path: Path) -> None:
     opened = await Store.open(Config(state_dir=str(path)))
     await accounts.insert_project(opened, PROJECT, key_of("k1"))
     await opened.close()
+
+
+LIMIT = st.one_of(st.none(), st.integers(0, 12))
+TREE = st.tuples(
+    *(
+        st.fixed_dictionaries({"sandboxes_max": LIMIT, "memory_mb_max": LIMIT, "gpu_max": LIMIT})
+        for _ in "pab"
+    )
+)
+BATCHES = st.lists(
+    st.tuples(
+        st.sampled_from("pab"),
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=6),
+    ),
+    max_size=6,
+)
+
+
+def test_what_is_admitted_is_the_longest_beginning_that_fits(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Against a count of our own, over a chain of three projects with limits of any kind."""
+    root = tmp_path_factory.mktemp("admit")
+    numbers = itertools.count(1)
+    asyncio.run(_first(root / "seed"))
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(TREE, BATCHES)
+    def check(tree: tuple[dict[str, int | None], ...], batches: list[Any]) -> None:
+        path = root / str(next(numbers))
+        shutil.copytree(root / "seed", path)
+        asyncio.run(_admit_all(path, tree, batches))
+
+    check()
+
+
+def _run(statement: sa.Update, connection: sa.Connection) -> None:
+    connection.execute(statement)
+
+
+def _admit_and_insert(
+    asked: list[tuple[str, int, int]], numbers: Iterator[int], connection: sa.Connection
+) -> Admitted:
+    wanted = [Wanted(cpu=0, memory_mb=m, disk_mb=0, gpu=g) for _, m, g in asked]
+    admitted = admit(connection, asked[0][0], wanted, now=1.0)
+    for project_id, memory_mb, gpu in asked[: admitted.count]:
+        record = record_of(next(numbers), project_id=project_id, memory_mb=memory_mb, gpu=gpu)
+        connection.execute(sa.insert(SANDBOXES), sandboxes.row_of(record))
+    return admitted
+
+
+async def _admit_all(path: Path, tree: Any, batches: list[Any]) -> None:
+    store = await Store.open(Config(state_dir=str(path)))
+    line = {"p": "p", "a": "pa", "b": "pab"}
+    limits = dict(zip("pab", tree, strict=True))
+    running: list[tuple[str, int, int]] = []
+    sandbox = itertools.count(1)
+
+    def fits(more: list[tuple[str, int, int]]) -> bool:
+        for name, own in limits.items():
+            inside = [one for one in running + more if name in line[one[0]]]
+            use = {
+                "sandboxes_max": len(inside),
+                "memory_mb_max": sum(one[1] for one in inside),
+                "gpu_max": sum(one[2] for one in inside),
+            }
+            if any(limit is not None and use[key] > limit for key, limit in own.items()):
+                return False
+        return True
+
+    try:
+        await child(store, "a")
+        await child(store, "b", "a")
+        for name, own in limits.items():
+            values = {**own, "sandboxes_max": own["sandboxes_max"]}
+            if values["sandboxes_max"] is None:
+                values["sandboxes_max"] = NO_LIMIT
+            update = sa.update(PROJECTS).where(PROJECTS.c.project_id == name).values(**values)
+            await store.write(partial(_run, update))
+        for project_id, sizes in batches:
+            asked = [(project_id, memory_mb, gpu) for memory_mb, gpu in sizes]
+            expected = max(count for count in range(len(asked) + 1) if fits(asked[:count]))
+            admitted = await store.write(partial(_admit_and_insert, asked, sandbox))
+            assert admitted.count == expected
+            assert (admitted.refusal is None) == (expected == len(asked))
+            running += asked[:expected]
+    finally:
+        await store.close()
 
 
 def at_revision(path: Path, revision: str, work: Callable[[sa.Connection], None]) -> None:
