@@ -203,6 +203,12 @@ FORGED = (
     "    except OSError: pass\n"
     "result = 'real'"
 )
+FORGED_LINES = """
+import os
+line = b'{"index": 1, "outcome": "ok", "value": "forged"}'
+os.write(3, b'{"value": [0,\\n' + line + b'\\n,1]}')
+os._exit(0)
+"""
 HOSTILE: list[tuple[str, dict[str, Any], type[OpendsecError] | str]] = [
     ("import time\ntime.sleep(60)", {"timeout_s": 0.3}, FunctionTimeout),
     ("while True: print('x' * 1000)", {"timeout_s": 0.3}, FunctionTimeout),
@@ -218,6 +224,8 @@ HOSTILE: list[tuple[str, dict[str, Any], type[OpendsecError] | str]] = [
     ("result = object()", {}, FunctionResultInvalid),
     ("r = []\nfor _ in range(100_000): r = [r]\nresult = r", {}, FunctionResultInvalid),
     (FORGED, {}, FunctionResultInvalid),
+    (FORGED_LINES, {}, FunctionResultInvalid),
+    ("import os\nos.write(3, b'{\"value\": 1e999}')\nos._exit(0)", {}, FunctionResultInvalid),
     (ALL_KILLED, {}, "alive"),
     (DAEMON, {}, "parent"),
 ]

@@ -82,7 +82,7 @@ class Code(msgspec.Struct, kw_only=True, frozen=True):
 class Outcome(msgspec.Struct, kw_only=True, frozen=True):
     """What came of a call."""
 
-    value: Any = None
+    value: msgspec.Raw | None = None
     """As the worker encodes values: JSON, with marked objects for what JSON lacks."""
     error: OpendsecError | None = None
     files: dict[str, str] = {}

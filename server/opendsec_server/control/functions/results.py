@@ -35,6 +35,7 @@ from .model import FILES_BYTES_MAX, FILES_MAX, RESULT_BYTES_MAX, Limits, Outcome
 BROKEN_STATUS = 70
 """The worker's own part of the call's process failed before or after the caller's code."""
 TEXT_CHARS_MAX = 16_000
+DEPTH_SPARE = 300
 
 
 class Report(msgspec.Struct, kw_only=True, frozen=True):
@@ -60,8 +61,12 @@ class _Raised(msgspec.Struct):
     traceback: str = ""
 
 
+NULL = msgspec.Raw(b"null")
+
+
 class _Said(msgspec.Struct):
-    value: Any = None
+    # Looked at for its form alone: as objects it could take a hundred times the memory.
+    value: msgspec.Raw = NULL
     files: dict[str, str] = {}
     raised: _Raised | None = None
     memory: bool = False
@@ -71,6 +76,7 @@ class _Said(msgspec.Struct):
 
 
 _said = msgspec.json.Decoder(_Said)
+_raw = msgspec.json.Decoder(msgspec.Raw)
 
 
 def outcome_of(report: Report, body: bytes, limits: Limits, worker: str) -> Outcome:
@@ -94,7 +100,7 @@ def outcome_of(report: Report, body: bytes, limits: Limits, worker: str) -> Outc
 
 def _judge(
     report: Report, text: bytes, limits: Limits
-) -> tuple[Any, dict[str, str], OpendsecError | None]:
+) -> tuple[msgspec.Raw | None, dict[str, str], OpendsecError | None]:
     status = 0 if report.status is None else os.waitstatus_to_exitcode(report.status)
     if report.done == "timeout":
         return None, {}, FunctionTimeout(
@@ -108,8 +114,8 @@ def _judge(
     if status != 0 or not text:
         return None, {}, _ended_badly(report, status, limits)
     try:
-        said = _said.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        said = _read(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None, {}, FunctionResultInvalid("what the call sent is no result")
     if said.raised is not None:
         return None, {}, _raised(said.raised, said, limits)
@@ -122,6 +128,23 @@ def _judge(
     if not _proper(said.files):
         return None, {}, FunctionResultInvalid("the files that the call sent are none")
     return said.value, said.files, None
+
+
+def _read(text: bytes) -> _Said:
+    """What the call sent. A value that passes here can stand in a line of JSON among others.
+
+    Raises:
+        msgspec.DecodeError, ValueError, RecursionError: it cannot.
+    """
+    if not text.isascii() or b"\n" in text or b"\r" in text:
+        # JSON may have such between its parts; in a line of an answer it would begin another one.
+        raise ValueError("the worker writes one line of ASCII")
+    said = _said.decode(text)
+    value = bytes(said.value)
+    if value.count(b"[") + value.count(b"{") > DEPTH_SPARE:
+        # Readers that stand deeper in calls than this must come through as well.
+        _raw.decode(b"[" * DEPTH_SPARE + value + b"]" * DEPTH_SPARE)
+    return said
 
 
 def _too_large() -> FunctionResultTooLarge:

@@ -45,6 +45,7 @@ BOOT_S = 120.0
 GRACE_S = 30.0
 """A worker that says nothing for so long after a call's time-out is lost."""
 SCRUB_S = 30.0
+THREAD_BYTES = 256 * 1024
 CODES_KNOWN = 8
 _NO_PROGRAM = ("No such file", "not found", "cannot run")
 
@@ -204,6 +205,11 @@ class Worker:
             await self._gather_evidence()
             exc.details = {**exc.details, **self._evidence, "sandbox_id": self.sandbox_id}
             raise
+        if len(body) > THREAD_BYTES:
+            # Reading it takes a while, and others wait on the event loop.
+            return await asyncio.to_thread(
+                results.outcome_of, report, body, limits, self.sandbox_id
+            )
         return results.outcome_of(report, body, limits, self.sandbox_id)
 
     async def settle(self) -> bool:
@@ -217,7 +223,8 @@ class Worker:
             log.info("worker not clean", sandbox_id=self.sandbox_id, why=str(head["unclean"])[:500])
             return False
         self.idle_since = time.monotonic()
-        return "idle" in head and self.calls < self.spec.calls_max
+        young = self.idle_since - self.started_at < LIFE_S_MAX / 2
+        return "idle" in head and young and self.calls < self.spec.calls_max
 
     @property
     def alive(self) -> bool:

@@ -17,6 +17,11 @@ from opendsec_server.control.functions.results import Report, outcome_of
 LIMITS = Limits(timeout_s=1.0, memory_mb=64)
 
 
+class Line(msgspec.Struct):
+    index: int
+    value: msgspec.Raw
+
+
 def judged(text: bytes, **report: object) -> Outcome:
     values = {"done": "exited", "status": 0, "result": len(text), **report}
     return outcome_of(msgspec.convert(values, Report), text, LIMITS, "iworker")
@@ -26,6 +31,9 @@ def judged(text: bytes, **report: object) -> Outcome:
 def test_any_bytes_are_a_result_or_an_error_of_the_call(text: bytes) -> None:
     found = judged(text)
     assert found.error is None or found.error.fault == "user"
+    # It stands in an answer of many lines: none may break off the others.
+    line = msgspec.json.encode({"value": found.value, "index": 5}) + b"\n"
+    assert line.count(b"\n") == 1 and msgspec.json.decode(line, type=Line).index == 5
 
 
 @pytest.mark.parametrize(
@@ -35,6 +43,11 @@ def test_any_bytes_are_a_result_or_an_error_of_the_call(text: bytes) -> None:
         (b"[]", errors.FunctionResultInvalid),
         (b'{"value": 1}{"value": 2}', errors.FunctionResultInvalid),
         (b"[" * 100_000, errors.FunctionResultInvalid),
+        (b'{"value": ' + b"[" * 900 + b"]" * 900 + b"}", errors.FunctionResultInvalid),
+        (b'{"value": "\xff"}', errors.FunctionResultInvalid),
+        (b'{"value": tru}', errors.FunctionResultInvalid),
+        (b'{"value": [1,\n{"index": 7, "value": 2}\n]}', errors.FunctionResultInvalid),
+        (b'{"value": [1,\r2]}', errors.FunctionResultInvalid),
         (b'{"files": {"../x": ""}}', errors.FunctionResultInvalid),
         (b'{"files": {"/x": ""}}', errors.FunctionResultInvalid),
         (b'{"files": {"x": "%%"}}', errors.FunctionResultInvalid),
@@ -78,4 +91,5 @@ def test_streams_are_cut_where_the_front_says() -> None:
     text = b'{"value": 1}'
     report = Report(done="exited", status=0, result=len(text), stdout=3, stderr=2)
     found = outcome_of(report, text + b"abcde", LIMITS, "iworker")
-    assert (found.value, found.stdout, found.stderr) == (1, "abc", "de")
+    assert found.value is not None and bytes(found.value) == b"1"
+    assert (found.stdout, found.stderr) == ("abc", "de")
