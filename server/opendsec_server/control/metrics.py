@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -60,6 +60,9 @@ class ControlMetrics:
             ("state", "backend"),
             registry=self._registry,
         )
+        self._nodes = Gauge(
+            "opendsec_nodes", "Nodes by health.", ("health",), registry=self._registry
+        )
         self.store_up = Gauge(
             "opendsec_store_up", "1 if the database answers, else 0.", registry=self._registry
         )
@@ -83,6 +86,12 @@ class ControlMetrics:
         self._sandboxes.clear()
         for (state, backend), count in counts.items():
             self._sandboxes.labels(state, backend).set(count)
+
+    def set_nodes(self, counts: Mapping[str, int]) -> None:
+        """Replace the counts of nodes, keyed by health."""
+        self._nodes.clear()
+        for health, count in counts.items():
+            self._nodes.labels(health).set(count)
 
     def render(self) -> bytes:
         """All figures in Prometheus' text format."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from opendsec_server.config import Config
@@ -246,6 +247,7 @@ class Services:
 
     async def render_metrics(self) -> bytes:
         """Figures for Prometheus. Counts of sandboxes are left out while the store is down."""
+        self.metrics.set_nodes(Counter(m.standing.health for m in self.fleet.members))
         try:
             self.metrics.set_sandboxes(await sandboxes.count_live(self.store))
             self.metrics.store_up.set(1)

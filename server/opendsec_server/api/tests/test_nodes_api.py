@@ -73,3 +73,7 @@ async def test_other_projects_do_not_see_them(http: httpx.AsyncClient, plane: Pl
         answer = await http.request(method, path, json=body, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
     assert not plane.node.draining
+
+
+async def test_how_many_nodes_are_up_is_measured(http: httpx.AsyncClient) -> None:
+    assert 'opendsec_nodes{health="up"} 1.0' in (await http.get("/metrics")).text
