@@ -31,7 +31,7 @@ FRAMEWORKS = {
     # Name of the tests: package they need, how many have to pass.
     "inspect": ("inspect_ai", 48),
     "swerex": ("swerex", 9),
-    "mcp": ("mcp", 2),
+    "mcp": ("mcp", 3),
     "gymnasium": ("gymnasium", 4),
     "harbor": ("harbor", 7),
 }

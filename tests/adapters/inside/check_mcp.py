@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +17,11 @@ from mcp import Client, StdioServerParameters, stdio_client
 
 from opendsec import Client as Opendsec
 
+HELLO = {
+    "protocolVersion": "2025-06-18",
+    "capabilities": {},
+    "clientInfo": {"name": "t", "version": "1"},
+}
 OPENDSEC = str(Path(sys.executable).parent / "opendsec")
 
 
@@ -105,3 +113,33 @@ async def test_a_model_reaches_nothing_but_its_own() -> None:
         assert server.info(second).ended
         assert given.is_running()
         assert other.is_running()
+
+
+def test_a_server_that_is_told_to_end_ends_what_it_made() -> None:
+    process = subprocess.Popen(
+        [OPENDSEC, "mcp", "--memory", "64m"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for message in (
+            {"id": 1, "method": "initialize", "params": HELLO},
+            {"method": "notifications/initialized"},
+            {
+                "id": 2,
+                "method": "tools/call",
+                "params": {"name": "create_sandbox", "arguments": {}},
+            },
+        ):
+            process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
+            process.stdin.flush()
+        answers = (json.loads(line) for line in process.stdout)
+        made = next(answer for answer in answers if answer.get("id") == 2)
+        sandbox_id = made["result"]["structuredContent"]["sandbox_id"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        with Opendsec() as client:
+            assert client.info(sandbox_id).ended
+    finally:
+        process.kill()
+        process.wait()

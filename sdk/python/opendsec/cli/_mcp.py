@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+from types import FrameType
 
 from ._exit import OK, Refused
 
@@ -26,6 +29,18 @@ def serve(args: argparse.Namespace) -> int:
         given=args.sandbox,
         base_url=args.url,
     )
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        # No exception, as elsewhere: a thread waits for standard input, and would hold the exit up
+        # until the client closes it.
+        try:
+            toolbox.end_all()
+        finally:
+            os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
     try:
         toolbox.server().run("stdio")
     finally:
