@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from opendsec import (
     SandboxNotFound,
     Unauthenticated,
 )
-from tests.harness import BIN, Server, new_server
+from opendsec.cli.main import main as command_line
+from tests.harness import Server, new_server
 from tests.leaks import Snapshot
 
 SMALL = {"backend": "container", "memory_mb": 64, "disk_mb": 64, "cpu": 0.5}
@@ -140,24 +140,21 @@ def test_a_token_for_one_sandbox_runs_commands_in_it(own_server: Server, client:
         other.kill()
 
 
-def test_the_command_line(own_server: Server, client: Client, tmp_path: Path) -> None:
-    environment = {
-        **own_server.client_environment,
-        "OPENDSEC_API_URL": own_server.url,
-        "OPENDSEC_API_KEY": own_server.api_key,
-    }
+def test_the_command_line(
+    own_server: Server,
+    client: Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("OPENDSEC_API_URL", own_server.url)
 
-    def run(*words: str, fails: bool = False, **env: str) -> str:
-        done = subprocess.run(
-            [str(BIN / "opendsec"), *words],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env={**environment, **env},
-        )
-        assert (done.returncode != 0) is fails, (words, done.stdout, done.stderr)
-        return (done.stderr if fails else done.stdout).strip()
+    def run(*words: str, fails: bool = False, key: str = own_server.api_key) -> str:
+        monkeypatch.setenv("OPENDSEC_API_KEY", key)
+        code = command_line(words)
+        captured = capsys.readouterr()
+        assert (code != 0) is fails, (words, captured)
+        return (captured.err if fails else captured.out).strip()
 
     project = run("project", "create", "cli", "--sandboxes", "3", "--memory", "512")
     assert "3" in run("project", "show", project)
@@ -168,15 +165,15 @@ def test_the_command_line(own_server: Server, client: Client, tmp_path: Path) ->
     run("principal", "grant", principal, "--project", project, "--role", "viewer")
     key = run("principal", "key", principal)
     assert "viewer" in run("principal", "show", principal)
-    assert f"({project})" in run("token", "whoami", OPENDSEC_API_KEY=key)
-    assert "sandboxes:write" in run("create", fails=True, OPENDSEC_API_KEY=key)
+    assert f"({project})" in run("token", "whoami", key=key)
+    assert "sandboxes:write" in run("create", fails=True, key=key)
     run("principal", "disable", principal)
-    run("token", "whoami", fails=True, OPENDSEC_API_KEY=key)
+    run("token", "whoami", fails=True, key=key)
     shown = json.loads(run("principal", "show", principal, "--json"))
     assert PrincipalInfo(**{**shown, "grants": ()}).disabled
     run("principal", "rm", principal)
     token = run("token", "create", "--ttl", "60", "--right", "sandboxes:read")
-    run("ls", OPENDSEC_API_KEY=token)
+    run("ls", key=token)
     assert "sandboxes:read" in run("token", "ls")
     run("project", "close", project)
     assert "sandboxes:write" not in run("audit", "ls", "--limit", "5")

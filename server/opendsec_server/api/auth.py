@@ -70,7 +70,8 @@ async def require_key(connection: Connection, handler: BaseRouteHandler) -> None
         raise
     # Set before it is refused: the audit log names who was.
     scope[CALLER_KEY] = caller  # type: ignore[literal-required]
-    right = right_of(handler, scope["method"], scope["path"])
+    # Only HTTP routes are guarded.
+    right = right_of(handler, scope["method"], scope["path"])  # type: ignore[typeddict-item]
     if caller.sandbox_id is not None and right != ANY_RIGHT:
         named = scope["path_params"].get("sandbox_id")
         caller.require_sandbox(None if named is None else segment(str(named)))
