@@ -36,7 +36,12 @@ PRUNE_BATCH = 20
 # Statements are built once: building them costs more than running them.
 _THIS = BATCHES.c.batch_id == sa.bindparam("this_batch")
 _SELECT = sa.select(BATCHES).where(_THIS)
-_SELECT_LOCKED = _SELECT.with_for_update()
+_LOCK = (
+    sa.select(BATCHES.c.batch_id)
+    .where(BATCHES.c.batch_id.in_(sa.bindparam("these", expanding=True)))
+    .order_by(BATCHES.c.batch_id)
+    .with_for_update()
+)
 _INSERT = sa.insert(BATCHES)
 _INSERT_ITEMS = sa.insert(BATCH_ITEMS)
 _INSERT_SANDBOXES = sa.insert(SANDBOXES)
@@ -328,6 +333,7 @@ async def renew_batches(
     """Keep batches for longer. Those that come back are the owner's still, as they are now."""
 
     def work(connection: sa.Connection) -> list[Batch]:
+        _lock(connection, store, batch_ids)
         mine = (BATCHES.c.owner == owner) & BATCHES.c.batch_id.in_(list(batch_ids))
         connection.execute(sa.update(BATCHES).where(mine).values(lease_until=lease_until))
         rows = connection.execute(sa.select(BATCHES).where(mine)).mappings()
@@ -372,9 +378,9 @@ async def begin_items(
 
     def work(connection: sa.Connection) -> list[Begun]:
         done: dict[int, Begun] = {}
-        # Always in the same order, so that two transactions never wait for each other.
+        _lock(connection, store, [one.batch_id for one in beginnings])
         for at in ordered:
-            done[at] = _begin(connection, store, owner, beginnings[at], now)
+            done[at] = _begin(connection, owner, beginnings[at], now)
         return [done[at] for at in range(len(beginnings))]
 
     return await store.write(work)
@@ -389,8 +395,9 @@ def _note(connection: sa.Connection, store: Store, outcomes: Sequence[Outcome], 
     by_batch: dict[str, dict[int, ErrorBody | None]] = {}
     for outcome in outcomes:
         by_batch.setdefault(outcome.batch_id, {}).setdefault(outcome.index, outcome.error)
+    _lock(connection, store, by_batch)
     for batch_id in sorted(by_batch):
-        batch = _get(connection, batch_id, lock=not store.is_sqlite)
+        batch = _get(connection, batch_id)
         if batch is None:
             continue
         told = by_batch[batch_id]
@@ -430,10 +437,8 @@ async def prune_batches(store: Store, *, finished_before: float) -> int:
     return await store.write(work)
 
 
-def _begin(
-    connection: sa.Connection, store: Store, owner: str, beginning: Beginning, now: float
-) -> Begun:
-    batch = _get(connection, beginning.batch_id, lock=not store.is_sqlite)
+def _begin(connection: sa.Connection, owner: str, beginning: Beginning, now: float) -> Begun:
+    batch = _get(connection, beginning.batch_id)
     if (
         batch is None
         or batch.owner != owner
@@ -565,9 +570,15 @@ def _count(
     return msgspec.structs.replace(batch, finished_at=now, owner=None)
 
 
-def _get(connection: sa.Connection, batch_id: str, *, lock: bool = False) -> Batch | None:
-    query = _SELECT_LOCKED if lock else _SELECT
-    row = connection.execute(query, {"this_batch": batch_id}).mappings().first()
+def _lock(connection: sa.Connection, store: Store, batch_ids: Iterable[str]) -> None:
+    """Before anything else, all at once and in order, so that two transactions never wait for each
+    other. SQLite has one writer at a time."""
+    if not store.is_sqlite:
+        connection.execute(_LOCK, {"these": list(batch_ids)})
+
+
+def _get(connection: sa.Connection, batch_id: str) -> Batch | None:
+    row = connection.execute(_SELECT, {"this_batch": batch_id}).mappings().first()
     return None if row is None else struct_of(row, Batch)
 
 
