@@ -86,6 +86,9 @@ HOUSEKEEPING_INTERVAL_S = 60.0
 USAGE_FRESH_S = 1.0
 """A meter read less than this ago is not read again for a question."""
 
+USAGE_FRESH_MAX = 100
+"""Sandboxes in one question, above which readings of the sampler are not made anew."""
+
 USAGE_KEPT_EVERY_S = 15.0
 """How often meters of running sandboxes are written down."""
 

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 LIMITS_S = 1.0
 """How often deadlines and budgets are looked at; a deadline is this late at most."""
-METER_S = 15.0
+METER_S = 30.0
 """How often what all sandboxes use is read."""
 REST_S = 30.0
 """How often it is seen to that nothing of an ended task is left."""

@@ -213,7 +213,7 @@ async def test_a_kill_ends_the_task_and_takes_what_came_by_other_ways(store: Sto
 async def test_operations_of_a_dead_process_are_taken_over_once(store: Store) -> None:
     await put(store, 1)
     await begin_operation(store, operation("a"), now=NOW)
-    claims = {"now": NOW + 5, "lease_until": NOW + 15, "alone": False}
+    claims: dict[str, Any] = {"now": NOW + 5, "lease_until": NOW + 15, "alone": False}
     assert await claim_operations(store, "you", **claims) == []
     claims["now"] = NOW + 11
     assert [one.operation_id for one in await claim_operations(store, "you", **claims)] == ["a"]
@@ -309,7 +309,8 @@ async def _numbered(store: Store, plan: list[tuple[str, int, bool]]) -> None:
     await accounts.insert_project(store, PROJECT, key_of("k1"))
     names = [await put(store, number) for number in range(len(plan))]
     await begin_operation(store, operation("a"), now=NOW)
-    owner, group = "me", []
+    owner = "me"
+    group: list[Noted] = []
     for name, (outcome, _size, taken_over) in zip(names, plan, strict=True):
         if taken_over:
             owner = f"{owner}+"
