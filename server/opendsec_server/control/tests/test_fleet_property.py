@@ -31,15 +31,13 @@ PARAMS = CreateParams(metadata={"run": "1"})
 KEYS = ("k0", "k1", "k2")
 NODES = 3
 STUCK_S = 30
+TROUBLES = ("full", "gone", "breaks after", "well")
 
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("call"), st.sampled_from(KEYS)),
         st.tuples(st.just("call"), st.sampled_from(KEYS)),
-        st.tuples(
-            st.sampled_from(["full", "gone", "breaks after", "well", "well"]),
-            st.integers(0, NODES - 1),
-        ),
+        st.tuples(st.sampled_from([*TROUBLES, "well"]), st.integers(0, NODES - 1)),
         st.tuples(st.sampled_from(["yield", "reconcile", "store breaks", "restart"]), st.none()),
     ),
     min_size=3,
@@ -69,7 +67,7 @@ class World:
             work = self.services.creates.create(self.caller, PARAMS, key=what)
             self.calls.append((what, asyncio.create_task(work)))
         elif name == "yield":
-            await asyncio.sleep(0.003)
+            await asyncio.sleep(0.01)
         elif name == "reconcile":
             await self.services.watcher._reconcile_or_log()
         elif name == "store breaks":
@@ -102,11 +100,11 @@ class World:
         self.calls.clear()
 
     async def finish(self) -> None:
+        await self.collect()
         for node in self.nodes:
             node.fail_with = node.fail_after = node.unreachable = None
         while not all(member.up for member in self.services.fleet.members):
             await asyncio.sleep(0.005)
-        await self.collect()
         await self.services.watcher.reconcile()
         for key in KEYS:
             final = await self.services.creates.create(self.caller, PARAMS, key=key)
@@ -129,12 +127,16 @@ class World:
         await self.services.stop()
 
 
-@given(STEPS, st.integers(0, 3))
+@given(st.tuples(*[st.sampled_from(TROUBLES)] * NODES), STEPS, st.integers(0, 3))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_one_key_one_sandbox_on_one_node(steps: list[tuple[str, object]], seed: int) -> None:
+def test_one_key_one_sandbox_on_one_node(
+    troubles: tuple[str, ...], steps: list[tuple[str, object]], seed: int
+) -> None:
     async def live(world: World) -> None:
         async with asyncio.timeout(STUCK_S):
             await world.start()
+            for number, trouble in enumerate(troubles):
+                await world.step(trouble, number)
             for name, what in steps:
                 await world.step(name, what)
             await world.finish()
