@@ -52,6 +52,7 @@ from opendsec_server.store.tables import SANDBOXES
 from tests.sim.serve import SECRET, node_id, tell
 
 INSERT_AT_ONCE = 1_000
+SINGLES = 1_000
 PARAMS = CreateParams(template="base", cpu=1.0, memory_mb=512, disk_mb=512, timeout_s=86_400)
 
 
@@ -331,12 +332,12 @@ def curve(points: list[int], nodes: int, batch: int, *, measured: bool) -> None:
             live = 0
             for point in points:
                 _child("--fill", state, urls, str(point - live))
-                found = _child("--measure", state, urls, "2000", str(batch))
+                found = _child("--measure", state, urls, str(SINGLES), str(batch))
                 print(
                     f"{point:8} " + " ".join(f"{found[name]:9,.1f}" for name in columns),
                     flush=True,
                 )
-                live = point + 2_000 + batch
+                live = point + SINGLES + batch
                 if first is None:
                     first = (point, found["rss_mib"])
                 else:
