@@ -514,6 +514,7 @@ class ApiKey(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         hint: Its first and last characters.
+        principal_id: Whose it is. None: the project's own.
         key: The key itself; only from the call that made it, else None.
     """
 
@@ -521,6 +522,7 @@ class ApiKey(msgspec.Struct, kw_only=True, frozen=True):
     name: str = ""
     hint: str = ""
     created_at: datetime | None = None
+    principal_id: str | None = None
     key: str | None = None
 
 

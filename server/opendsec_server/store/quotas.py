@@ -121,6 +121,7 @@ _LINE = (
         PROJECTS.c.gpu_max,
         PROJECTS.c.egress_mb_max,
         PROJECTS.c.creates_per_s_max,
+        PROJECTS.c.closed_at,
         PROJECT_USE.c.sandboxes,
         PROJECT_USE.c.cpu_milli,
         PROJECT_USE.c.memory_mb,
@@ -194,6 +195,9 @@ def admit(
     """
     line = connection.execute(_line_of(connection), {"of_project": project_id}).all()
     count, refusal = len(wanted), None
+    # The nearest is the last. Another gateway may have closed it a moment ago.
+    if line and line[-1].closed_at is not None:
+        return Admitted(count=0, refusal=_closed(line[-1]))
     # Of several that refuse, the nearest is named.
     for row in reversed(line):
         fit, why = _fitting(row, wanted[:count], now)
@@ -390,6 +394,14 @@ def _refusal(row: Any, dimension: _Dimension, limit: int, use: int, amount: int)
             **({"running": use} if dimension.name == "sandboxes" else {}),
         },
         retry_after_s=1,
+    )
+
+
+def _closed(row: Any) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"project `{row.name}` ({row.project_id}) is closed",
+        remediation="Use another project.",
+        details=_details(row, "sandboxes", 0, 0, 1, fits_never=True),
     )
 
 

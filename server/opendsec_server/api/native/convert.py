@@ -258,5 +258,9 @@ def transition_of(transition: records.Transition) -> schemas.Transition:
 def key_of(key: records.ApiKey) -> schemas.ApiKey:
     """A key as it is shown."""
     return schemas.ApiKey(
-        key_id=key.key_id, name=key.name, hint=key.hint, created_at=rfc3339(key.created_at)
+        key_id=key.key_id,
+        name=key.name,
+        hint=key.hint,
+        created_at=rfc3339(key.created_at),
+        principal_id=key.principal_id,
     )

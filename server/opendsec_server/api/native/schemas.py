@@ -638,6 +638,9 @@ class ApiKey(Struct, kw_only=True, frozen=True):
     name: str
     hint: Annotated[str, Meta(description="First and last characters.", examples=["e2b_4f…09ab"])]
     created_at: Time
+    principal_id: Annotated[
+        str | None, Meta(description="Whose it is. `null`: the project's own.")
+    ] = None
 
 
 class ApiKeyList(Struct, kw_only=True, frozen=True):

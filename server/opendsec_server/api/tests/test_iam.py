@@ -62,6 +62,7 @@ async def principal(
     name = made["principal_id"]
     await ok(http.put(f"/v1/principals/{name}/grants/{project_id}", json=grant))
     key = await ok(http.post(f"/v1/principals/{name}/api-keys", json={"name": "k"}), 201)
+    assert key["principal_id"] == name
     return name, {"X-API-Key": key["key"]}
 
 
@@ -325,6 +326,9 @@ async def test_a_token_for_one_sandbox_reaches_only_that(http: httpx.AsyncClient
         http.delete(f"/v1/sandboxes/{mine}", headers=it),
         http.post(f"/v1/sandboxes/{mine}/fork", json={"count": 1}, headers=it),
         http.post("/v1/tokens", json={}, headers=it),
+        http.post("/v1/sandboxes/bulk/kill", json={"sandbox_ids": [mine]}, headers=it),
+        http.post(f"/v1/sandboxes/{mine}/snapshots", json={}, headers=it),
+        http.get("/v1/sandboxes/" + mine.replace("i", "%69", 1) + "x", headers=it),
         http.get("/v1/info", headers=it),
         http.get("/v1/projects", headers=it),
     ):

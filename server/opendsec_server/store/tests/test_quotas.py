@@ -178,6 +178,9 @@ async def test_what_is_handed_on_never_sums_to_more(store: Store) -> None:
         await child(store, "z")
     with pytest.raises(NotFound):
         await child(store, "d", "c")
+    closed = await ask(store, "c", 1)
+    assert closed.count == 0
+    assert closed.refusal is not None and closed.refusal.details["fits_never"]
 
 
 async def use(store: Store, project_id: str) -> dict[str, int]:
