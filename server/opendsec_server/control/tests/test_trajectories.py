@@ -486,6 +486,22 @@ async def test_limits_other_projects_and_bad_input(
             await act(caller, box, params, wait_s=1)
 
 
+async def test_an_action_wakes_only_a_sandbox_that_requests_wake(
+    services: Services, caller: Caller, node: FakeNode
+) -> None:
+    asleep = await make(services, caller)
+    await services.lifecycle.pause(caller, asleep, "full")
+    with pytest.raises(StateConflict):
+        await services.trajectories.act(caller, asleep, run("a", "append /n x"), wait_s=10)
+    page = await services.trajectories.page(caller, asleep, after=0, limit=10)
+    assert page.actions == [], "what was refused leaves no trace"
+    waking = await make(services, caller, auto_resume=True)
+    await services.lifecycle.pause(caller, waking, "full")
+    acted = await services.trajectories.act(caller, waking, run("a", "append /n x"), wait_s=10)
+    assert acted.action.state == "done"
+    assert node.contents[waking].disk["/n"] == "x"
+
+
 async def test_a_task_is_summed_up_by_cause(
     services: Services, caller: Caller, node: FakeNode
 ) -> None:
