@@ -35,7 +35,6 @@ class SandboxOptions(TypedDict, total=False):
     start_image: bool
     ready: ReadyCheck | None
     node_labels: Mapping[str, str] | None
-    node_labels: Mapping[str, str] | None
 
 
 _KNOWN = SandboxOptions.__annotations__.keys()

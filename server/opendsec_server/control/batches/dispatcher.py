@@ -53,7 +53,7 @@ SETTLED_TOGETHER_MAX = 4_096
 STORE_RETRY_S = 0.5
 NODES_RETRY_S = 1.0
 """After which nodes are looked for again while none that could take an item can be reached."""
-UNKNOWN_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+UNKNOWN_RETRY_S: tuple[float, ...] = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses after which a node is asked again what became of a start. Then the item is given up: its
 record ends, so that the node removes whatever there is of it."""
 

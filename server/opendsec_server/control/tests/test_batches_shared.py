@@ -57,7 +57,7 @@ class Two:
 
 
 async def emptied(url: str) -> None:
-    import asyncpg
+    import asyncpg  # type: ignore[import-untyped,unused-ignore]
 
     connection = await asyncpg.connect(url)
     await connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
