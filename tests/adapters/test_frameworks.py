@@ -114,7 +114,7 @@ def running(
                 process.wait()
 
 
-@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.timeout(TIMEOUT_S + 120)
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_adapter(running: dict[str, subprocess.Popen[bytes]], name: str) -> None:
     package, count = FRAMEWORKS[name]
