@@ -83,9 +83,6 @@ SLOTS_RESTING = 64
 
 HOUSEKEEPING_INTERVAL_S = 60.0
 
-USAGE_FRESH_S = 1.0
-"""A meter read less than this ago is not read again for a question."""
-
 USAGE_FRESH_MAX = 100
 """Sandboxes in one question, above which readings of the sampler are not made anew."""
 

@@ -122,10 +122,11 @@ class Meters:
             return None
 
     async def of(self, boxes: Sequence[Sandbox]) -> dict[str, SandboxUsage]:
-        """Meters of sandboxes that have not ended; those older than a moment are read anew. Of
-        many at once the sampler's latest readings are good enough."""
-        many = len(boxes) > limits.USAGE_FRESH_MAX
-        oldest = time.time() - (METRICS_INTERVAL_S + 1 if many else limits.USAGE_FRESH_S)
+        """Meters of sandboxes that have not ended, read now; of many at once the sampler's latest
+        readings are good enough."""
+        oldest = time.time()
+        if len(boxes) > limits.USAGE_FRESH_MAX:
+            oldest -= METRICS_INTERVAL_S + 1
         stale = [box for box in boxes if (m := box.record.meter) is None or m.at < oldest]
         if stale:
             await asyncio.to_thread(self._read_all, stale)
