@@ -12,6 +12,7 @@ import ast
 import base64
 import builtins
 import dis
+import importlib.util
 import inspect
 import sys
 import textwrap
@@ -61,11 +62,7 @@ def pack_arguments(
 
 def has_cloudpickle() -> bool:
     """Whether functions can be pickled here."""
-    try:
-        import cloudpickle  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("cloudpickle") is not None
 
 
 def cloudpickle_modules() -> dict[str, str]:
@@ -74,15 +71,19 @@ def cloudpickle_modules() -> dict[str, str]:
     Raises:
         InvalidRequest: it is not installed here.
     """
+    whole = _cloudpickle()
+    return {
+        "cloudpickle": inspect.getsource(whole),
+        "cloudpickle.cloudpickle": inspect.getsource(whole.cloudpickle),
+    }
+
+
+def _cloudpickle() -> Any:
+    # Not a dependency: few need it.
     try:
-        import cloudpickle
-        from cloudpickle import cloudpickle as inner
+        return importlib.import_module("cloudpickle")
     except ImportError:
         raise _no_cloudpickle() from None
-    return {
-        "cloudpickle": inspect.getsource(cloudpickle),
-        "cloudpickle.cloudpickle": inspect.getsource(inner),
-    }
 
 
 def _no_cloudpickle() -> InvalidRequest:
@@ -96,10 +97,7 @@ def _pickled(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _dumps(value: Any) -> str:
-    try:
-        import cloudpickle
-    except ImportError:
-        raise _no_cloudpickle() from None
+    cloudpickle = _cloudpickle()
     try:
         return base64.b64encode(cloudpickle.dumps(value)).decode()
     except Exception as exc:
@@ -238,14 +236,17 @@ def _lambda_of(function: types.FunctionType) -> ast.FunctionDef:
 def _same(node: ast.Lambda, code: types.CodeType) -> bool:
     made = compile(ast.Expression(node), "<lambda>", "eval").co_consts
     inner = next((item for item in made if isinstance(item, types.CodeType)), None)
+    if inner is None or _constants(inner) != _constants(code):
+        return False
     # A closure's names are looked up otherwise: then the names must do.
-    return inner is not None and (
-        (inner.co_code, inner.co_names) == (code.co_code, code.co_names)
-        or (
-            inner.co_varnames == code.co_varnames
-            and {*inner.co_names} == {*code.co_names, *code.co_freevars}
-        )
+    return (inner.co_code, inner.co_names) == (code.co_code, code.co_names) or (
+        inner.co_varnames == code.co_varnames
+        and {*inner.co_names} == {*code.co_names, *code.co_freevars}
     )
+
+
+def _constants(code: types.CodeType) -> list[str]:
+    return [repr(item) for item in code.co_consts if not isinstance(item, types.CodeType)]
 
 
 def _no_source(name: str, exc: Exception) -> InvalidRequest:
