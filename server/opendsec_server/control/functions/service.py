@@ -64,6 +64,8 @@ HOLD_S = 2.0
 """A worker is not taken from a project for another sooner than this after it was made: making one
 costs more than most calls."""
 STARTS_AT_ONCE_MAX = 8
+ENDS_AT_ONCE_MAX = 16
+"""Of workers left by an earlier life of the server."""
 STOP_S = 10.0
 POOL_KEEPER = "function-pools"
 """In place of a key's id: the server itself makes a worker."""
@@ -111,7 +113,6 @@ class Functions:
             self._leftovers[row.worker_id] = sandbox_id
         if self._leftovers:
             log.info("workers of an earlier run", count=len(self._leftovers))
-        await self._end_leftovers()
         await self._keep_ready()
         self._ticking = asyncio.create_task(self._tick(), name="functions")
 
@@ -527,12 +528,17 @@ class Functions:
         self._workers.pop(worker, None)
 
     async def _end_leftovers(self) -> None:
-        for worker_id, sandbox_id in list(self._leftovers.items()):
-            if sandbox_id is not None and not await end_sandbox(self._node, sandbox_id):
-                continue
-            with contextlib.suppress(OpendsecError):
-                await store_functions.drop_worker(self._store, worker_id)
-                del self._leftovers[worker_id]
+        left = list(self._leftovers.items())[:ENDS_AT_ONCE_MAX]
+        await asyncio.gather(*(self._end_leftover(*one) for one in left))
+
+    async def _end_leftover(self, worker_id: str, sandbox_id: str | None) -> None:
+        if sandbox_id is not None and not await end_sandbox(self._node, sandbox_id):
+            # Tried again, but after the others.
+            self._leftovers[worker_id] = self._leftovers.pop(worker_id)
+            return
+        with contextlib.suppress(OpendsecError):
+            await store_functions.drop_worker(self._store, worker_id)
+            self._leftovers.pop(worker_id, None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="function")
@@ -547,11 +553,9 @@ class Functions:
     async def _tick(self) -> None:
         prolonged_at = time.monotonic()
         while True:
-            await asyncio.sleep(TICK_S)
             now = time.monotonic()
             try:
-                if self._leftovers:
-                    await self._end_leftovers()
+                await self._end_leftovers()
                 if now - prolonged_at > PROLONG_S:
                     prolonged_at = now
                     await self._prolong()
@@ -563,6 +567,7 @@ class Functions:
                 self._balance()
             except Exception as exc:
                 log.error("functions: a round failed", exc_info=exc)
+            await asyncio.sleep(TICK_S)
 
     def _end_idle(self, pool: Pool, now: float) -> None:
         spec = pool.record.spec
