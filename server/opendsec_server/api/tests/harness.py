@@ -40,7 +40,7 @@ async def serving(app: object) -> AsyncIterator[str]:
     listener.listen(128)
     server = uvicorn.Server(
         uvicorn.Config(
-            app,  # type: ignore[arg-type]
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",
