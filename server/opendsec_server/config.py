@@ -177,6 +177,8 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Whether steps reach the internet."""
     build_upload_max_mb: int = 1_024
     """Size of the archive of one COPY, compressed or not, as it is sent."""
+    build_uploads_max_mb: int = 20_480
+    """What a project's archives may take together. Those not used for a week go."""
 
     log_format: Literal["auto", "json", "console"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -57,6 +57,7 @@ log = structlog.get_logger(__name__)
 
 INTERRUPTED = "build_interrupted"
 CANCELLED = "build_cancelled"
+MB = 1_048_576
 STOP_WAIT_S = 10.0
 FILES_AWAITED_S = 24 * 3_600.0
 """A build that is asked for and not started is given up after this time."""
@@ -125,7 +126,11 @@ class Builds:
         self._snapshots = snapshots
         directory = Path(config.state_dir) / "builds"
         self.logs = BuildLogs(directory / "logs")
-        self.uploads = Uploads(directory / "files", config.build_upload_max_mb * 1_024 * 1_024)
+        self.uploads = Uploads(
+            directory / "files",
+            config.build_upload_max_mb * MB,
+            config.build_uploads_max_mb * MB,
+        )
         self._builders = Builders(config=config, fleet=fleet, mint=mint)
         self._tools = Tools(
             store=store,

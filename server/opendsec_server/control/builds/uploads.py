@@ -7,17 +7,24 @@ The address to send one to is signed, since the clients send no key with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO
 
 import structlog
 
-from opendsec_server.contract.errors import InvalidRequest, NodeFull, PayloadTooLarge
+from opendsec_server.contract.errors import (
+    InvalidRequest,
+    NodeFull,
+    PayloadTooLarge,
+    QuotaExceeded,
+)
 
 from .plan import FILES_HASH_RE
 
@@ -31,9 +38,12 @@ _PART = ".part-"
 class Uploads:
     """The archives that are here."""
 
-    def __init__(self, directory: Path, bytes_max: int) -> None:
+    def __init__(self, directory: Path, bytes_max: int, project_bytes_max: int) -> None:
         self._directory = directory
         self.bytes_max = bytes_max
+        self.project_bytes_max = project_bytes_max
+        self._coming: Counter[str] = Counter()
+        """Bytes of each project that are not whole archives yet."""
 
     def path(self, project_id: str, files_hash: str) -> Path:
         """Where an archive is, or will be.
@@ -73,20 +83,25 @@ class Uploads:
         Raises:
             PayloadTooLarge: longer than the server takes.
             InvalidRequest: shorter than announced.
+            QuotaExceeded: with it the project would keep more than it may.
             NodeFull: no room for it.
         """
         if length_bytes is not None and length_bytes > self.bytes_max:
             raise self._too_large()
         path = self.path(project_id, files_hash)
         draft = path.with_name(f"{_PART}{secrets.token_hex(8)}")
+        size_bytes = 0
         try:
             await asyncio.to_thread(_make_directory, path.parent)
+            kept_bytes = await asyncio.to_thread(_kept_bytes, path)
+            self._check_room(project_id, kept_bytes, length_bytes or 0)
             with private_file(draft) as out:
-                size_bytes = 0
                 async for chunk in chunks:
                     size_bytes += len(chunk)
+                    self._coming[project_id] += len(chunk)
                     if size_bytes > self.bytes_max:
                         raise self._too_large()
+                    self._check_room(project_id, kept_bytes, 0)
                     await asyncio.to_thread(out.write, chunk)
                 if length_bytes is not None and size_bytes != length_bytes:
                     raise InvalidRequest(
@@ -99,6 +114,7 @@ class Uploads:
                 raise NodeFull("there is no room for the files of the build") from exc
             raise
         finally:
+            self._coming[project_id] -= size_bytes
             draft.unlink(missing_ok=True)
         log.info("files of a build came in", project=project_id, size_bytes=size_bytes)
 
@@ -124,6 +140,22 @@ class Uploads:
             if (draft and drafts) or (not draft and path.stat().st_mtime < oldest):
                 path.unlink(missing_ok=True)
 
+    def _check_room(self, project_id: str, kept_bytes: int, more_bytes: int) -> None:
+        use = kept_bytes + self._coming[project_id] + more_bytes
+        if use > self.project_bytes_max:
+            raise QuotaExceeded(
+                f"project {project_id} keeps {kept_bytes} bytes of files for builds, and may keep "
+                f"{self.project_bytes_max}",
+                remediation="What is not used for a week goes; or ask for a higher "
+                "build_uploads_max_mb.",
+                details={
+                    "dimension": "build_uploads",
+                    "limit": self.project_bytes_max,
+                    "use": kept_bytes,
+                    "project_id": project_id,
+                },
+            )
+
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(
             f"the archive is larger than {self.bytes_max} bytes",
@@ -131,6 +163,16 @@ class Uploads:
             "higher build_upload_max_mb.",
             details={"max_bytes": self.bytes_max},
         )
+
+
+def _kept_bytes(path: Path) -> int:
+    """Of the whole archives beside one that is about to come, or to come anew."""
+    total = 0
+    for other in path.parent.iterdir():
+        if other.name != path.name and not other.name.startswith(_PART):
+            with contextlib.suppress(FileNotFoundError):
+                total += other.stat().st_size
+    return total
 
 
 def _make_directory(path: Path) -> None:

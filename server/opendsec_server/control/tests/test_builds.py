@@ -636,6 +636,19 @@ async def test_files_are_there_whole_or_not_at_all(
     assert uploads.present(caller.project_id, name)
     assert (folder / name).stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
+    # All of a project's have a limit too, which what comes anew does not meet twice.
+    uploads.project_bytes_max = 7
+    await uploads.receive(caller.project_id, name, short(), length_bytes=4)
+    for announced in (4, None):
+        with pytest.raises(QuotaExceeded) as full:
+            await uploads.receive(caller.project_id, "b" * 64, short(), length_bytes=announced)
+        assert full.value.details["use"] == 4
+    await uploads.receive("another", "b" * 64, short(), length_bytes=4)
+    uploads.project_bytes_max = 8
+    both = (uploads.receive(caller.project_id, c * 64, short(), length_bytes=None) for c in "cd")
+    got = await asyncio.gather(*both, return_exceptions=True)
+    assert [type(one) for one in got].count(QuotaExceeded) >= 1
+    assert len(list(folder.iterdir())) <= 2
 
 
 async def test_files_that_nobody_needs_are_removed(
