@@ -51,7 +51,7 @@ def cluster() -> Iterator[Cluster]:
     )
     gateway = new_server(
         "fleg",
-        "10.227.0.0/17",
+        "10.226.0.0/17",
         role="gateway",
         node_secret_file=str(secret),
         nodes=[

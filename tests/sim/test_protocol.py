@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
+import tarfile
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from opendsec_server.contract import node_wire as wire
 from opendsec_server.contract.errors import (
     AlreadyPaused,
+    InvalidRequest,
     NodeFull,
     NodeUnavailable,
     SandboxNotFound,
@@ -129,6 +132,31 @@ async def test_a_life_of_a_sandbox(fake: FakeNode, tmp_path: Path) -> None:
         with pytest.raises(SandboxNotFound):
             await node.get("i" + "x" * 19)
         await events.aclose()  # type: ignore[attr-defined]
+        await node.close()
+
+
+async def test_files_go_over_with_the_call_that_unpacks_them(
+    fake: FakeNode, tmp_path: Path
+) -> None:
+    archive = tmp_path / "files.tar"
+    with tarfile.open(archive, "w") as tar:
+        content = b"x" * 3_000_000
+        member = tarfile.TarInfo("dir/big")
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    async with serving([fake], tmp_path) as urls:  # type: ignore[list-item]
+        node = HttpNode(urls[0], SECRET)
+        spec = spec_of((await node.info()).node_id)
+        await node.create(spec)
+        where = {"source": "dir", "target": "/to", "user": "root", "mode": None}
+        await node.unpack(spec.sandbox_id, str(archive), **where)  # type: ignore[arg-type]
+        assert len(fake.contents[spec.sandbox_id].disk["/to/big"]) == 3_000_000
+        archive.write_bytes(b"no archive")
+        with pytest.raises(InvalidRequest, match="damaged"):
+            await node.unpack(spec.sandbox_id, str(archive), **where)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="cannot be read"):
+            await node.unpack(spec.sandbox_id, "/no/such/file", **where)  # type: ignore[arg-type]
+        assert not list(Path("/tmp").glob("unpack-*"))
         await node.close()
 
 

@@ -113,7 +113,7 @@ class Fleet:
         await self._watch.stop()
         for member in self.members:
             close: Callable[[], Awaitable[None]] | None = getattr(member.client, "close", None)
-            if close is not None and len(self.members) > 1:
+            if close is not None:
                 await close()
 
     def _health_changed(self, member: Member) -> None:
