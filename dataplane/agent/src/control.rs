@@ -239,6 +239,9 @@ fn system_setup(init: &mut Init, received: Instant) -> Result<setup::SystemSetup
 
 fn apply(agent: &Agent, init: Init) -> Result<(), Refusal> {
     let bad = |what| Err(Refusal(StatusCode::BAD_REQUEST, what));
+    if let Some(sandbox_id) = &init.sandbox_id {
+        agent.kept.belong_to(sandbox_id);
+    }
     let mut settings = agent.settings();
     match &init.control_token {
         Some(token) if token.len() < CONTROL_TOKEN_BYTES_MIN => {

@@ -73,6 +73,20 @@ fn what_was_meant_for_another_agent_does_not_start() {
 }
 
 #[test]
+fn a_fork_knows_nothing_of_what_its_source_had_started() {
+    let agent = Agent::start();
+    let own = json!({"sandboxId": "ione"}).to_string();
+    assert_eq!(agent.control("POST", "/init", own.as_bytes()).status, 204);
+    start(&agent, "e", "true", json!({}));
+    // Told again, as after a pause: nothing changes.
+    assert_eq!(agent.control("POST", "/init", own.as_bytes()).status, 204);
+    assert_eq!(ask(&agent, "e", "&wait_ms=20000")["state"], "ended");
+    let other = json!({"sandboxId": "iother"}).to_string();
+    assert_eq!(agent.control("POST", "/init", other.as_bytes()).status, 204);
+    assert_eq!(ask(&agent, "e", "")["state"], "missing");
+}
+
+#[test]
 fn what_was_declared_void_never_starts() {
     let agent = Agent::start();
     assert_eq!(ask(&agent, "b", "")["state"], "missing");

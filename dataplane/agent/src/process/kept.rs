@@ -143,6 +143,8 @@ impl Kept {
 
 #[derive(Default)]
 struct Entries {
+    /// The sandbox that they are of.
+    sandbox_id: Option<String>,
     kept: HashMap<String, Kept>,
     /// Tags that start nothing any more, the oldest first.
     void: VecDeque<String>,
@@ -206,6 +208,17 @@ impl Default for KeptTable {
 impl KeptTable {
     fn entries(&self) -> MutexGuard<'_, Entries> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes which sandbox this is. Of one that was forked or restored as another, nobody asks for
+    /// what the other had started.
+    pub fn belong_to(&self, sandbox_id: &str) {
+        let mut entries = self.entries();
+        if entries.sandbox_id.as_deref() != Some(sandbox_id) {
+            entries.sandbox_id = Some(sandbox_id.to_owned());
+            entries.kept.clear();
+            entries.void.clear();
+        }
     }
 
     fn change(&self, tag: &str, change: impl FnOnce(&mut Kept)) {
