@@ -189,7 +189,7 @@ class Dispatcher:
 
     async def _step(self) -> bool:
         """One transaction of beginnings. False: nothing can begin now."""
-        ended = [r for r in self._batches.values() if r.waiting and _why_over(r.batch) is not None]
+        ended = [r for r in self._batches.values() if r.waiting and _why_over(r) is not None]
         if ended:
             await self._begin([(r, self._rest(r)) for r in ended], {})
             return True
@@ -216,7 +216,7 @@ class Dispatcher:
 
     def _rest(self, running: RunningBatch) -> Beginning:
         batch = running.batch
-        error = _why_over(batch)
+        error = _why_over(running)
         assert error is not None
         count = min(running.waiting, SETTLED_TOGETHER_MAX)
         return Beginning(
@@ -469,11 +469,11 @@ class Dispatcher:
         self._on_over(running)
 
 
-def _why_over(batch: Batch) -> OpendsecError | None:
+def _why_over(running: RunningBatch) -> OpendsecError | None:
     """Why no more items of a batch begin."""
-    if batch.cancelled_at is not None:
+    if running.batch.cancelled_at is not None:
         return BatchCancelled("the batch was cancelled before this item's turn came")
-    if time.time() >= batch.begin_until:
+    if asyncio.get_running_loop().time() >= running.begin_until:
         return StartTimeout(
             "the item waited for its turn for as long as the batch allows",
             remediation="Ask for the rest in another batch, or let items wait for longer.",

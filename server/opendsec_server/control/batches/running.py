@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,8 @@ class RunningBatch:
         self.caller = caller
         self.open = 0
         """Items that have begun here and have no outcome yet."""
+        # Of a clock that is never set: a step of the other one must not end the wait.
+        self.begin_until = asyncio.get_running_loop().time() + batch.begin_until - time.time()
         self.blocked_until = 0.0
         """Loop time until which its project may not create."""
         self._origins = origins

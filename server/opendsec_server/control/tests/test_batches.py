@@ -261,6 +261,26 @@ async def test_a_small_batch_does_not_wait_for_a_large_one(
     assert not [s for s in node.statuses.values() if s.state in TERMINAL]
 
 
+@pytest.mark.parametrize("step_s", [-86_400, 86_400])
+async def test_steps_of_the_clock_change_nothing(
+    services: Services,
+    node: FakeNode,
+    caller: Caller,
+    monkeypatch: pytest.MonkeyPatch,
+    step_s: float,
+) -> None:
+    node.gate = asyncio.Event()
+    asked = await services.batches.create(caller, many(60), key="k")
+    await node.admitted.wait()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + step_s)
+    await services.batches._renew()
+    node.gate.set()
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.made == node.created == 60
+
+
 async def test_items_wait_while_no_node_can_be_reached(
     services: Services, node: FakeNode, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
