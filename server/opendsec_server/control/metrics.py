@@ -63,6 +63,12 @@ class ControlMetrics:
         self._nodes = Gauge(
             "opendsec_nodes", "Nodes by health.", ("health",), registry=self._registry
         )
+        self._batch_items = Gauge(
+            "opendsec_batch_items",
+            "Items of the batches that this process works on, by whether they have begun.",
+            ("state",),
+            registry=self._registry,
+        )
         self.store_up = Gauge(
             "opendsec_store_up", "1 if the database answers, else 0.", registry=self._registry
         )
@@ -92,6 +98,11 @@ class ControlMetrics:
         self._nodes.clear()
         for health, count in counts.items():
             self._nodes.labels(health).set(count)
+
+    def set_batch_items(self, *, waiting: int, starting: int) -> None:
+        """Replace the counts of items without an outcome."""
+        self._batch_items.labels("waiting").set(waiting)
+        self._batch_items.labels("starting").set(starting)
 
     def render(self) -> bytes:
         """All figures in Prometheus' text format."""

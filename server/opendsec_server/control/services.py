@@ -248,6 +248,8 @@ class Services:
     async def render_metrics(self) -> bytes:
         """Figures for Prometheus. Counts of sandboxes are left out while the store is down."""
         self.metrics.set_nodes(Counter(m.standing.health for m in self.fleet.members))
+        waiting, starting = self.batches.load()
+        self.metrics.set_batch_items(waiting=waiting, starting=starting)
         try:
             self.metrics.set_sandboxes(await sandboxes.count_live(self.store))
             self.metrics.store_up.set(1)

@@ -138,6 +138,11 @@ class Batches:
             await running.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
+    def load(self) -> tuple[int, int]:
+        """How many items wait for their turn here, and how many have begun."""
+        running = self._queue.batches.values()
+        return sum(one.waiting for one in running), sum(one.open for one in running)
+
     # --- callers ------------------------------------------------------------
 
     async def create(self, caller: Caller, params: BatchParams, *, key: str | None) -> Batch:

@@ -142,6 +142,10 @@ async def test_cancel_ends_what_waits_and_keeps_what_began(
     node.gate = asyncio.Event()
     asked = await services.batches.create(caller, many(100), key=None)
     await node.admitted.wait()
+    waiting, starting = services.batches.load()
+    assert waiting + starting == 100 and 0 < starting < 20
+    shown = (await services.render_metrics()).decode()
+    assert f'opendsec_batch_items{{state="waiting"}} {float(waiting)}' in shown
     await services.batches.cancel(caller, asked.batch_id)
     node.gate.set()
     batch, items = await outcomes(services, caller, asked.batch_id)
