@@ -61,6 +61,7 @@ class Operations:
         """Project and task of each that runs."""
         self._changed: dict[str, asyncio.Event] = {}
         self._looker: asyncio.Task[None] | None = None
+        self._stopped = False
 
     async def start(self) -> None:
         """Go on with what was left half-way, and look for more from time to time."""
@@ -71,6 +72,7 @@ class Operations:
 
     async def stop(self) -> None:
         """Let go. What is missing is done after the next start, or by another process."""
+        self._stopped = True
         tasks = [*self._running.values()]
         if self._looker is not None:
             tasks.append(self._looker)
@@ -160,7 +162,7 @@ class Operations:
 
     def _spawn(self, operation: TaskOperation) -> None:
         name = operation.operation_id
-        if name in self._running:
+        if name in self._running or self._stopped:
             return
         self._changed[name] = asyncio.Event()
         self._places[name] = (operation.project_id, operation.task_id)
