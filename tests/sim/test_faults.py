@@ -20,6 +20,7 @@ from opendsec_server.contract.errors import (
     SandboxNotFound,
 )
 from opendsec_server.contract.ids import node_id_of
+from opendsec_server.contract.node import SandboxStatus
 from opendsec_server.contract.states import EndReason, State
 from opendsec_server.control.batches.params import BatchParams
 from opendsec_server.control.creates import Created
@@ -30,6 +31,7 @@ from opendsec_server.store import sandboxes
 from opendsec_server.store.records import SandboxExtra
 
 from .conftest import Cluster, cluster_of, fleet_of, until
+from .simulated import SimNode
 
 PARAMS = CreateParams(template="base", memory_mb=64, task_id="t")
 
@@ -293,3 +295,50 @@ async def test_a_batch_over_four_bad_nodes_of_ten(config: Config, tmp_path: Path
         assert set(made) <= set(records)
         # What failed for a lost answer may have been made: it is found, with a record, not lost.
         assert len(records) - len(made) <= over.failed < count // 4
+
+
+async def test_two_gateways_on_one_store_leave_each_others_creates_alone(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    get = SimNode.get
+
+    async def counted(self: SimNode, sandbox_id: str) -> SandboxStatus:
+        asked.append(sandbox_id)
+        return await get(self, sandbox_id)
+
+    monkeypatch.setattr(SimNode, "get", counted)
+    config = msgspec.structs.replace(config, role="gateway")
+    async with cluster_of(config, tmp_path, count=3) as cluster:
+        first = cluster.services
+        second = await Services.start(config, fleet_of(cluster.urls, seed=1))
+        try:
+            caller = await cluster.caller()
+
+            async def create(number: int) -> Created:
+                services = (first, second)[number % 2]
+                if number % 10 == 0:
+                    # A comparison in between finds creates of the other under way.
+                    await (first, second)[1 - number % 2].watcher.reconcile()
+                return await services.creates.create(caller, PARAMS, key=f"key-{number}")
+
+            made = await asyncio.gather(*map(create, range(80)))
+            names = {created.record.sandbox_id for created in made}
+            assert len(names) == 80
+            assert not asked, "starts of the other gateway are its business"
+            records = [await second.lifecycle.get(caller, name) for name in names]
+            assert {record.state for record in records} == {State.RUNNING}
+            repeated = await asyncio.gather(
+                *(second.creates.create(caller, PARAMS, key=f"key-{n}") for n in range(0, 80, 2))
+            )
+            assert all(created.replayed for created in repeated)
+            # What one ends the other knows.
+            ended = made[0].record.sandbox_id
+            await first.lifecycle.kill(caller, ended)
+            assert (await second.lifecycle.get(caller, ended)).state is State.ENDED
+            await second.lifecycle.pause(caller, made[1].record.sandbox_id, "full")
+            paused = made[1].record.sandbox_id
+            assert (await first.lifecycle.connect(caller, paused, None)).resumed
+            assert cluster.on_nodes() == await live_records(cluster)
+        finally:
+            await second.stop()

@@ -62,6 +62,8 @@ log = structlog.get_logger(__name__)
 
 FOREIGN_ATTEMPT_S = 2 * START_BUDGET_S
 """A pending create of another process is left alone for this long."""
+STARTED_SEQ = 2
+"""``NodeEvent.seq`` of a sandbox's first ``running``: it was ``starting`` before."""
 NODES_TRIED_MAX = 4
 """Nodes that are asked for one sandbox, until its create fails for want of room."""
 RECORDED_KEPT_MAX = 4_096
@@ -128,7 +130,8 @@ class Creates:
 
     def is_own_start(self, event: NodeEvent) -> bool:
         """Whether an event tells of a start that this process records itself, together with its
-        key. Call it with every event, in order: a later ``running`` is the end of a pause."""
+        key, or that another gateway does. Call it with every event, in order: a later ``running``
+        is the end of a pause."""
         name = event.sandbox_id
         in_flight = self._in_flight.get(name)
         if event.state not in (State.STARTING, State.RUNNING):
@@ -138,6 +141,9 @@ class Creates:
             return False
         if in_flight is not None:
             return not in_flight.moved_on
+        if not self._alone and 0 < event.seq <= STARTED_SEQ:
+            # Should that gateway die before, the next comparison finds it.
+            return True
         return name in self._recorded
 
     def is_anothers(self, record: SandboxRecord) -> bool:
