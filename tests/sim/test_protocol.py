@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import ssl
+import subprocess
 import tarfile
 import time
 from pathlib import Path
@@ -31,6 +33,8 @@ from opendsec_server.control.nodes import Fleet, NodeNotReached
 from opendsec_server.control.nodes.http_client import HttpImages, HttpNode
 from opendsec_server.control.nodes.images import FleetImages
 from opendsec_server.control.tests.fake_node import FakeNode
+from opendsec_server.daemon.listening import Tls, bind_tcp, listening
+from opendsec_server.node.serving import NodeApp
 
 from .serve import SECRET, SimApp, serving
 from .simulated import SimNode
@@ -298,3 +302,35 @@ async def test_a_long_answer_is_waited_for_while_the_node_shows_that_it_lives(
 
 def test_the_simulation_is_served_by_the_nodes_own_application() -> None:
     assert type(SimApp(SimNode("saaa")).app).__module__ == "opendsec_server.node.serving.app"
+
+
+async def test_over_tls_a_gateway_trusts_only_the_certificates_it_was_given(
+    tmp_path: Path,
+) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=node",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    sim = SimNode("saaa")
+    app = NodeApp(sim, SECRET, tmp_path)  # type: ignore[arg-type]
+    door = bind_tcp("127.0.0.1", 0)
+    url = f"https://127.0.0.1:{door.getsockname()[1]}"
+    async with listening(app, door, Tls(str(cert), str(key))):
+        trusting = HttpNode(url, SECRET, ssl.create_default_context(cafile=str(cert)))
+        assert (await trusting.info()).node_id == "saaa"
+        spec = spec_of("saaa")
+        await trusting.create(spec)
+        program = trusting.exec(spec.sandbox_id, ("echo", "x"), timeout_s=5)
+        assert [event.kind async for event in program] == ["stdout", "end"]
+        stranger = HttpNode(url, SECRET)
+        with pytest.raises(NodeNotReached, match="certificate"):
+            await stranger.info()
+        plain = HttpNode(url.replace("https", "http"), SECRET)
+        with pytest.raises(NodeUnavailable):
+            await plain.info()
+        for node in (trusting, stranger, plain):
+            await node.close()
+        app.close()

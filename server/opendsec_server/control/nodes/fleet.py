@@ -46,7 +46,7 @@ from opendsec_server.control.placement import Need, Placement
 
 from .images import FleetImages
 from .member import Member, NodeNotReached, NodeSource
-from .watch import POLL_INTERVAL_S, HealthWatch
+from .watch import POLL_ALONE_S, POLL_INTERVAL_S, HealthWatch
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +72,7 @@ class Fleet:
 
     Args:
         sources: The nodes.
-        interval_s: Between two polls of a node.
+        interval_s: Between two polls of a node. None: as seldom as their number allows.
         rng: Draws of placement; for tests.
     """
 
@@ -80,7 +80,7 @@ class Fleet:
         self,
         sources: Sequence[NodeSource],
         *,
-        interval_s: float = POLL_INTERVAL_S,
+        interval_s: float | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.members = [Member(source) for source in sources]
@@ -91,7 +91,7 @@ class Fleet:
             self.members,
             self._health_changed,
             look_at_images=len(self.members) > 1,
-            interval_s=interval_s,
+            interval_s=interval_s or (POLL_INTERVAL_S if len(sources) > 1 else POLL_ALONE_S),
         )
         self._snapshot_places: dict[str, str] = {}
         self._backends: dict[str, BackendInfo] | None = None

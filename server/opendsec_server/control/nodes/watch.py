@@ -17,6 +17,8 @@ from .member import Member
 log = structlog.get_logger(__name__)
 
 POLL_INTERVAL_S = 2.0
+POLL_ALONE_S = 5.0
+"""Of a single node: there is nothing to choose."""
 IMAGES_INTERVAL_S = 15.0
 
 
