@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from opendsec_server.contract.errors import TaskPaused
+from opendsec_server.contract.errors import Forbidden, TaskPaused
 
 from .keys import find_key, settle_key, take_key
 from .packing import struct_of
@@ -45,6 +45,7 @@ _LOCK = (
 _INSERT = sa.insert(BATCHES)
 _INSERT_ITEMS = sa.insert(BATCH_ITEMS)
 _INSERT_SANDBOXES = sa.insert(SANDBOXES)
+_CLOSED = sa.select(PROJECTS.c.closed_at).where(PROJECTS.c.project_id == sa.bindparam("in_project"))
 _COUNT = (
     sa.update(BATCHES)
     .where(_THIS)
@@ -447,7 +448,11 @@ def _begin(connection: sa.Connection, owner: str, beginning: Beginning, now: flo
         or (batch.cancelled_at is not None and _any_record(beginning.items))
     ):
         return Begun(batch=batch, taken=0)
-    entered = _enter_tasks(connection, batch.project_id, beginning.items, now)
+    wanted: Sequence[SandboxRecord | ErrorBody] = beginning.items
+    if connection.execute(_CLOSED, {"in_project": batch.project_id}).scalar() is not None:
+        closed = Forbidden("the project was closed before this item's turn came").to_dict()
+        wanted = [closed if isinstance(item, SandboxRecord) else item for item in wanted]
+    entered = _enter_tasks(connection, batch.project_id, wanted, now)
     # What is paused goes on later.
     until = next((at for at, item in enumerate(entered) if _is_paused(item)), len(entered))
     items, wait_s = _take_places(connection, batch.project_id, entered[:until], now)

@@ -265,6 +265,20 @@ async def test_a_small_batch_does_not_wait_for_a_large_one(
     assert not [s for s in node.statuses.values() if s.state in TERMINAL]
 
 
+async def test_nothing_is_made_in_a_project_that_was_closed(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    node.gate = asyncio.Event()
+    asked = await services.batches.create(caller, many(50), key=None)
+    await node.admitted.wait()
+    await limit(services, "closed_at", time.time())
+    node.gate.set()
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert 0 < batch.made < 20
+    assert {item.error["code"] for item in items if item.error} == {"forbidden"}
+
+
 @pytest.mark.parametrize("step_s", [-86_400, 86_400])
 async def test_steps_of_the_clock_change_nothing(
     services: Services,
