@@ -45,14 +45,15 @@ from opendsec_server.control.nodes.http_client import HttpNode
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.placement import Need, Placement, Standing
 from opendsec_server.control.services import Services
+from opendsec_server.store.quotas import NO_LIMIT
 from opendsec_server.store.records import SandboxRecord
 from opendsec_server.store.sandboxes import row_of
 from opendsec_server.store.store import Store
-from opendsec_server.store.tables import SANDBOXES
+from opendsec_server.store.tables import PROJECTS, SANDBOXES
 from tests.sim.serve import SECRET, node_id, tell
 
 INSERT_AT_ONCE = 1_000
-SINGLES = 1_000
+SINGLES = 500
 PARAMS = CreateParams(template="base", cpu=1.0, memory_mb=512, disk_mb=512, timeout_s=86_400)
 
 
@@ -352,7 +353,13 @@ def _child(what: str, state: Path, urls: list[str], *more: str) -> dict[str, flo
 
 
 async def _first_start(state: Path, urls: list[str]) -> dict[str, float]:
-    await (await Services.start(Config(state_dir=str(state)), fleet_of(urls))).stop()
+    services = await Services.start(Config(state_dir=str(state)), fleet_of(urls))
+
+    def unlimited(connection: sa.Connection) -> None:
+        connection.execute(sa.update(PROJECTS).values(sandboxes_max=NO_LIMIT))
+
+    await services.store.write(unlimited)
+    await services.stop()
     return {}
 
 
@@ -383,7 +390,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=160)
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--batch", type=int, default=32_768)
-    parser.add_argument("--points", default="1000,10000,100000,345000")
+    parser.add_argument("--points", default="1000,10000,100000,346000")
     parser.add_argument("--measured", action="store_true", help="nodes take as long as real ones")
     options = parser.parse_args()
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
