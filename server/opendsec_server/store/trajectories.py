@@ -248,7 +248,7 @@ async def end_action(store: Store, action: Action, ending: Ending) -> Action:
     """
 
     def work(connection: sa.Connection) -> Action:
-        _header(connection, store, action.sandbox_id)
+        connection.execute(_locked(store), {"this_sandbox": action.sandbox_id})
         known = _find(connection, action.sandbox_id, action.action_id)
         if known is None:
             # Its sandbox's record was removed meanwhile, and with it all that is kept of it.
