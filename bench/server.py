@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import json
 import socket
@@ -13,16 +14,21 @@ from typing import Any
 
 from tests.harness import Server, new_server
 
+LOCK = Path("/var/tmp/opendsec-bench.lock")
+
 
 @contextlib.contextmanager
 def bench_server(**settings: object) -> Iterator[Server]:
-    """A running server of its own; removed at the end."""
-    server = new_server("bench", "10.212.0.0/16", **settings)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.purge()
+    """A running server of its own; removed at the end. One at a time on a machine: its names and
+    addresses are fixed, and the purge of one would take away those of another."""
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        server = new_server("bench", "10.212.0.0/16", **settings)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.purge()
 
 
 def create_sandbox(server: Server, **parameters: object) -> dict[str, Any]:
