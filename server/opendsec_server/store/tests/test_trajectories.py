@@ -58,6 +58,28 @@ async def test_many_at_once_have_an_order_and_each_id_one_owner(store: Store) ->
     assert len(await rows.running_actions(store)) == 5
 
 
+async def test_rollouts_and_outcomes(store: Store) -> None:
+    await begin_create(store, record_of(1, task_id="t"), None)
+    for number in range(3):
+        begun = await rows.begin_action(store, action(f"a{number}", step=number), LIMITS)
+        if number:
+            ending = Ending(state="done", cause="exit_code", fault="user")
+            await rows.end_action(store, begun.action, ending)
+    (rollout,) = await rows.rollouts(store, "p", task_id="t", sandbox_id=None, after=None, limit=10)
+    assert (rollout.actions, rollout.open, rollout.last_step, rollout.sandboxes) == (3, 1, 2, 1)
+    assert not await rows.rollouts(store, "p", task_id=None, sandbox_id=None, after="r", limit=10)
+    first = await rows.actions_of_rollout(store, "p", "r", limit=2)
+    after = (first[-1].recorded_at, BOX, first[-1].seq)
+    rest = await rows.actions_of_rollout(store, "p", "r", after=after, limit=2)
+    assert [one.action_id for one in (*first, *rest)] == ["a0", "a1", "a2"]
+    boxes, actions = await rows.outcomes(store, "p", "t")
+    assert [(one.state, one.count) for one in boxes] == [("pending", 1)]
+    assert {(one.state, one.cause, one.fault): one.count for one in actions} == {
+        ("running", None, None): 1,
+        ("done", "exit_code", "user"): 2,
+    }
+
+
 async def test_of_two_endings_one_wins(store: Store) -> None:
     await begin_create(store, record_of(1), None)
     begun = (await rows.begin_action(store, action("a"), LIMITS)).action
