@@ -13,8 +13,6 @@ import pytest
 from opendsec_server.config import ConfigError
 from opendsec_server.contract.node import SandboxSpec
 from opendsec_server.node.cgroups.base import Usage
-from opendsec_server.node.cgroups.v1 import CgroupV1
-from opendsec_server.node.cgroups.v2 import CgroupV2
 from opendsec_server.node.journal import _TO_2, Journal, Meter
 from opendsec_server.node.usage import _advanced, read_links
 from opendsec_server.node.vmm.qemu.program import find_qemu
@@ -163,23 +161,3 @@ async def test_a_machine_is_counted_by_its_vmm(make_node: MakeNode) -> None:
     assert again_running["cpu_seconds"] > paused["cpu_seconds"]
     status = await node.call("kill", spec.sandbox_id)
     assert status["usage"]["cpu_seconds"] >= again_running["cpu_seconds"]
-
-
-def test_both_versions_of_control_groups_are_read(tmp_path: Path) -> None:
-    """Files as the kernel writes them; an own hierarchy of version 2 cannot be had on every host."""
-    two = tmp_path / "two" / "opendsec-x" / "i1"
-    two.mkdir(parents=True)
-    (two / "cpu.stat").write_text("usage_usec 1500000\nuser_usec 1\nsystem_usec 2\n")
-    (two / "memory.current").write_text(f"{30 * MIB}\n")
-    (two / "memory.stat").write_text(f"anon {20 * MIB}\nfile {10 * MIB}\n")
-    group = CgroupV2("/opendsec-x", tmp_path / "two")
-    assert group.usage("i1") == Usage(1_500_000, 20 * MIB, 10 * MIB)
-    assert group.usage("i2") is None
-    hierarchies = {name: tmp_path / name for name in ("cpuacct", "memory")}
-    for path in hierarchies.values():
-        (path / "opendsec-x" / "i1").mkdir(parents=True)
-    (tmp_path / "cpuacct/opendsec-x/i1/cpuacct.usage").write_text("1500000000\n")
-    (tmp_path / "memory/opendsec-x/i1/memory.usage_in_bytes").write_text(f"{30 * MIB}\n")
-    (tmp_path / "memory/opendsec-x/i1/memory.stat").write_text(f"total_cache {10 * MIB}\n")
-    one = CgroupV1("/opendsec-x", hierarchies, hybrid=True)
-    assert one.usage("i1") == Usage(1_500_000, 20 * MIB, 10 * MIB)
