@@ -97,7 +97,7 @@ async def best_docker(server: Server) -> float:
 
 async def real(options: argparse.Namespace) -> None:
     """With containers on this machine."""
-    before = Snapshot.take()
+    before = Snapshot.take("bench")
     with bench_server(slots_ready=64) as server:
         await asyncio.sleep(3)  # let the pool of slots fill
         rates = [await batch(server, options.count)]
