@@ -137,8 +137,13 @@ async def test_bytes_are_counted_and_bounded_and_all_goes_with_the_record(store:
     )
     await apply_changes(store, [end])
     assert await sandboxes.prune(store, ended_before=now + 1, now=now) == 1
-    for table in (ACTIONS, TRAJECTORIES):
-        count = sa.select(sa.func.count()).select_from(table)
-        assert await store.read(lambda c, query=count: c.execute(query).scalar_one()) == 0
+
+    def left(connection: sa.Connection) -> list[int]:
+        return [
+            int(connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
+            for table in (ACTIONS, TRAJECTORIES)
+        ]
+
+    assert await store.read(left) == [0, 0]
     # Its end comes after all: nothing is there to note it at.
     assert (await rows.end_action(store, first, Ending(state="done"))) == first
