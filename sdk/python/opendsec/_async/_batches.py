@@ -22,7 +22,7 @@ from opendsec._options import SandboxOptions, body_of
 from opendsec._progress import ProgressBar
 from opendsec._retry import Repeat
 
-from ._concurrency import sleep
+from ._concurrency import all_of, sleep
 from ._ndjson import open_lines
 from ._sandbox import AsyncSandbox
 
@@ -172,7 +172,7 @@ class AsyncBatch:
 
     async def all(self, *, progress: bool = False) -> builtins.list[AsyncBatchItem]:
         """Wait for every item; they are in the order of their index."""
-        items = [item async for item in self.results(progress=progress)]
+        items = await all_of(self.results(progress=progress))
         return sorted(items, key=lambda item: item.index)
 
     async def refresh(self) -> BatchInfo:
@@ -191,7 +191,7 @@ class AsyncBatch:
 
     async def kill(self) -> builtins.list[BulkOutcome]:
         """End all sandboxes of it that live."""
-        return [one async for one in self._client.batches.kill(batch_id=self.batch_id)]
+        return await all_of(self._client.batches.kill(batch_id=self.batch_id))
 
     def _item(self, line: _Line) -> AsyncBatchItem:
         if line.sandbox is not None:

@@ -43,6 +43,11 @@ async def tell(listener: Listener[T], value: T) -> None:
         await result
 
 
+async def all_of(things: AsyncIterable[T]) -> list[T]:
+    """Wait for all of many things."""
+    return [thing async for thing in things]
+
+
 async def in_thread(function: Callable[[], T]) -> T:
     """Run what blocks without blocking the event loop."""
     return await asyncio.to_thread(function)

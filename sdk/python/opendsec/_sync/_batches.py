@@ -24,7 +24,7 @@ from opendsec._options import SandboxOptions, body_of
 from opendsec._progress import ProgressBar
 from opendsec._retry import Repeat
 
-from ._concurrency import sleep
+from ._concurrency import all_of, sleep
 from ._ndjson import open_lines
 from ._sandbox import Sandbox
 
@@ -172,7 +172,7 @@ class Batch:
 
     def all(self, *, progress: bool = False) -> builtins.list[BatchItem]:
         """Wait for every item; they are in the order of their index."""
-        items = [item for item in self.results(progress=progress)]
+        items = all_of(self.results(progress=progress))
         return sorted(items, key=lambda item: item.index)
 
     def refresh(self) -> BatchInfo:
@@ -191,7 +191,7 @@ class Batch:
 
     def kill(self) -> builtins.list[BulkOutcome]:
         """End all sandboxes of it that live."""
-        return [one for one in self._client.batches.kill(batch_id=self.batch_id)]
+        return all_of(self._client.batches.kill(batch_id=self.batch_id))
 
     def _item(self, line: _Line) -> BatchItem:
         if line.sandbox is not None:

@@ -39,6 +39,11 @@ def tell(listener: Listener[T], value: T) -> None:
     listener(value)
 
 
+def all_of(things: Iterable[T]) -> list[T]:
+    """Wait for all of many things."""
+    return list(things)
+
+
 def in_thread(function: Callable[[], T]) -> T:
     """Run what blocks; sync code may block."""
     return function()
