@@ -235,7 +235,10 @@ class Functions:
     @overload
     def __call__(self, **options: Any) -> Callable[[Callable[P, R]], Function[P, R]]: ...
 
-    def __call__(self, function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    # mypy takes `**options` for one that could be `function` by name, which it cannot be.
+    def __call__(  # type: ignore[misc]
+        self, function: Callable[..., Any] | None = None, /, **options: Any
+    ) -> Any:
         """Make a function whose calls run in workers; as a decorator as well.
 
         Args:
