@@ -44,7 +44,7 @@ from opendsec_server.contract.node import Snapshots as SnapshotList
 from opendsec_server.contract.states import EndReason
 from opendsec_server.control.placement import Need, Placement
 
-from .images import FleetImages
+from .images import FleetImages, ImageMissing
 from .member import Member, NodeNotReached, NodeSource
 from .watch import POLL_ALONE_S, POLL_INTERVAL_S, HealthWatch
 
@@ -263,8 +263,9 @@ class Fleet:
         standing.starting += 1
         try:
             status = await self.images.with_image(client, spec)
-        except NodeFull:
-            standing.refused(time.monotonic())
+        except NodeFull as exc:
+            if not isinstance(exc, ImageMissing):
+                standing.refused(time.monotonic())
             raise
         except NodeUnavailable:
             self._by_id[standing.node_id].wake.set()

@@ -18,7 +18,9 @@ import structlog
 from opendsec_server.contract.errors import (
     ImageInUse,
     ImageNotFound,
+    NodeFull,
     OpendsecError,
+    RegistryDenied,
     TemplateNotFound,
 )
 from opendsec_server.contract.images import (
@@ -46,6 +48,10 @@ KNOWN_MAX = 65_536
 _PULLS = Need(backend="container", cpu=0.0, memory_mb=0, disk_mb=0)
 
 
+class ImageMissing(NodeFull):
+    """The node lacks the image and cannot have it: others may hold it."""
+
+
 class FleetImages:
     """Implements ``NodeImages`` over all nodes."""
 
@@ -53,6 +59,8 @@ class FleetImages:
         self._fleet = fleet
         self._known: OrderedDict[str, ImageInfo] = OrderedDict()
         """By digest: how it was named and where it came from."""
+        self._held_only: OrderedDict[str, None] = OrderedDict()
+        """Images that nodes could not pull by themselves."""
 
     @property
     def _only(self) -> NodeImages | None:
@@ -78,7 +86,7 @@ class FleetImages:
         if len(self._fleet.members) == 1 or DIGEST_RE.fullmatch(digest) is None:
             return None
         known = self._known.get(digest)
-        if known is not None and _pullable(known) is not None:
+        if known is not None and digest not in self._held_only and _pullable(known) is not None:
             return None
         holders = frozenset(
             m.standing.node_id for m in self._fleet.members if digest in m.standing.images
@@ -99,7 +107,17 @@ class FleetImages:
             reference = await self._reference(spec.image)
             if reference is None:
                 raise
-        image = await client.images.pull(reference, refresh=False)
+        try:
+            image = await client.images.pull(reference, refresh=False)
+        except (RegistryDenied, ImageNotFound) as exc:
+            # It was pulled with credentials that only its caller had, or is gone there.
+            self._held_only[spec.image] = None
+            if len(self._held_only) > KNOWN_MAX:
+                self._held_only.popitem(last=False)
+            raise ImageMissing(
+                f"the node lacks the image `{spec.image[:19]}` and cannot pull it: {exc.message}",
+                remediation="Give the node credentials for the registry (registry_auth_file).",
+            ) from exc
         if image.digest != spec.image:
             raise TemplateNotFound(
                 f"image `{spec.image[:19]}` is not on the node, and `{reference}` gave another one",

@@ -115,3 +115,23 @@ async def test_an_image_that_no_registry_has_is_used_where_it_was_packed(
     with pytest.raises(NodeFull):
         await services.creates.create(caller, origin)
     assert sum(node.created for node in nodes) == 7
+
+
+async def test_an_image_that_only_its_caller_could_pull_is_used_where_it_is(
+    services: Services, nodes: list[Node]
+) -> None:
+    """The other nodes have no credentials: they are no worse for it, and nothing fails."""
+    caller = await first_caller(services)
+    login = RegistryAuth(username="u", password="right-one")
+    for node in nodes:
+        for name in (NAME, PINNED):
+            node.images.offered[name] = ({"/secret": "1"}, ImageConfig(), login)
+    pulled = await services.images.pull(caller, NAME, auth=login, refresh=True)
+    (home,) = [node for node in nodes if pulled.digest in node.images.infos]
+    for _ in range(9):
+        created = await services.creates.create(caller, of_image(pulled.digest))
+        assert created.record.node_id == home.node_id
+    assert sum(len(node.images.pulls) for node in nodes) <= 3
+    elsewhere = [await services.creates.create(caller, CreateParams()) for _ in range(12)]
+    others = {node.node_id for node in nodes} - {home.node_id}
+    assert others <= {created.record.node_id for created in elsewhere}
