@@ -219,7 +219,9 @@ async def fill(state: Path, urls: list[str], count: int) -> None:
 
             await store.write(insert)
         for url, its in zip(urls, names.values(), strict=True):
-            await tell(url, preload=its, project_id=project_id, template_id="t")
+            await tell(
+                url, preload=its, project_id=project_id, template_id="t", end_at=now + 86_400
+            )
     finally:
         await store.close()
 

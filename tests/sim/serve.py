@@ -75,7 +75,9 @@ class SimApp:
         for name, value in asked.get("faults", {}).items():
             setattr(node.faults, name, value)
         if "preload" in asked:
-            node.preload(asked["preload"], asked["project_id"], asked["template_id"])
+            node.preload(
+                asked["preload"], asked["project_id"], asked["template_id"], asked.get("end_at")
+            )
         told = {"made": node.made, "refused": node.refused, "live": node.live}
         if asked.get("names"):
             told["names"] = [n for n, kept in node.kept.items() if kept.reason is None]  # type: ignore[assignment]

@@ -295,13 +295,18 @@ class SimNode:
 
     # --- for tests ----------------------------------------------------------
 
-    def preload(self, names: Sequence[str], project_id: str, template_id: str) -> None:
+    def preload(
+        self,
+        names: Sequence[str],
+        project_id: str,
+        template_id: str,
+        end_at: float | None = None,
+    ) -> None:
         """Sandboxes that run already."""
         now = time.time()
+        until = now + 86_400 if end_at is None else end_at
         for name in names:
-            self.kept[name] = Kept(
-                project_id, template_id, State.RUNNING, now, now, now + 86_400, 2
-            )
+            self.kept[name] = Kept(project_id, template_id, State.RUNNING, now, now, until, 2)
         self.live += len(names)
 
     # --- inside -------------------------------------------------------------

@@ -41,6 +41,8 @@ EVENTS_QUEUED_MAX = 10_000
 EVENTS_BATCH_MAX = 500
 RETRY_S = 1.0
 RECONCILE_INTERVAL_S = 30.0
+COMPARING_SHARE_MAX = 0.05
+"""Of the time, that comparing takes: with very many sandboxes it is done less often."""
 PRUNE_INTERVAL_S = 3_600.0
 END_AT_TOLERANCE_S = 0.001
 
@@ -167,13 +169,15 @@ class Watcher:
     # --- comparing ----------------------------------------------------------
 
     async def _compare(self) -> None:
-        pruned_at = float("-inf")
+        pruned_at, took_s = float("-inf"), 0.0
         while True:
             if time.monotonic() - pruned_at >= PRUNE_INTERVAL_S:
                 pruned_at = time.monotonic()
                 await self._prune()
-            await asyncio.sleep(RECONCILE_INTERVAL_S)
+            await asyncio.sleep(max(RECONCILE_INTERVAL_S, took_s / COMPARING_SHARE_MAX))
+            began = time.monotonic()
             await self._reconcile_or_log()
+            took_s = time.monotonic() - began
 
     async def _prune(self) -> None:
         now = time.time()
