@@ -199,9 +199,7 @@ def new_server(instance: str, network_cidr: str, **settings: object) -> Server:
         **settings,
     }
     config_path = root / "config.toml"
-    config_path.write_text(
-        "".join(f"{key} = {_toml(value)}\n" for key, value in values.items())
-    )
+    config_path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
     IMAGE_CACHE.mkdir(parents=True, exist_ok=True)
     return Server(
         root=root,

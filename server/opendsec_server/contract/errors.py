@@ -284,8 +284,7 @@ class FunctionPoolUnusable(UserError):
     code = "function_pool_unusable"
     http_status = 422
     default_remediation = (
-        "Use a template that has Python 3.8 or later (`python3`), and mend the pool's "
-        "imports."
+        "Use a template that has Python 3.8 or later (`python3`), and mend the pool's imports."
     )
 
 
