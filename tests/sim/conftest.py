@@ -88,8 +88,9 @@ async def cluster_of(
         SimNode(node_id(n), sandboxes_max=sandboxes_max, latencies=QUICK) for n in range(count)
     ]
     async with serving(nodes, directory) as urls:
-        services = await Services.start(config, fleet_of(urls))
+        cluster = Cluster(nodes, urls, await Services.start(config, fleet_of(urls)))
         try:
-            yield Cluster(nodes, urls, services)
+            yield cluster
         finally:
-            await services.stop()
+            # A test may have put another in the first one's place.
+            await cluster.services.stop()
