@@ -27,7 +27,8 @@ MEDIA_TYPE = "application/x-ndjson"
 SILENCE_S = 15.0
 """A line says that the connection lives after so long a silence, so that no proxy ends it."""
 LINES_AHEAD_MAX = 1_024
-"""A slow reader holds back the source when so many lines wait for it."""
+BYTES_AHEAD_MAX = 4 * 1024 * 1024
+"""A slow reader holds back the source when so much waits for it."""
 CHUNK_BYTES_MAX = 256 * 1024
 
 _KEEP_ALIVE = b"{}\n"
@@ -73,11 +74,19 @@ async def chunks(
         silence_s: Longest time without a line.
     """
     queue: asyncio.Queue[bytes | None] = asyncio.Queue(LINES_AHEAD_MAX)
+    room = asyncio.Event()
+    ahead_bytes = 0
 
     async def pump() -> None:
+        nonlocal ahead_bytes
         try:
             async for line in lines:
-                await queue.put(_encode(line) + b"\n")
+                text = _encode(line) + b"\n"
+                ahead_bytes += len(text)
+                await queue.put(text)
+                while ahead_bytes > BYTES_AHEAD_MAX:
+                    room.clear()
+                    await room.wait()
         except Exception as exc:
             await queue.put(_failed(exc, request_id))
         await queue.put(None)
@@ -92,6 +101,8 @@ async def chunks(
             )
             if getting in ready:
                 text, ended = _gather(getting.result(), queue)
+                ahead_bytes -= len(text)
+                room.set()
                 if text:
                     yield text
                 if ended:

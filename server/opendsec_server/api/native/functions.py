@@ -35,6 +35,7 @@ from opendsec_server.contract.errors import (
 )
 from opendsec_server.control.functions import model
 from opendsec_server.control.functions.model import Code, Limits, Outcome
+from opendsec_server.control.functions.outcomes import Outcomes
 from opendsec_server.control.functions.service import PoolState
 from opendsec_server.store.functions import PoolSpec
 
@@ -170,9 +171,7 @@ async def map_calls(request: Request) -> Stream:
     return ndjson(request, _lines(outcomes))
 
 
-async def _lines(
-    outcomes: AsyncGenerator[tuple[int, Outcome], None],
-) -> AsyncGenerator[object, None]:
+async def _lines(outcomes: Outcomes) -> AsyncGenerator[object, None]:
     ok = errors = 0
     try:
         async for index, outcome in outcomes:

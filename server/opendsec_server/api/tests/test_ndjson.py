@@ -93,3 +93,24 @@ async def test_a_reader_that_goes_away_closes_the_source() -> None:
     await anext(reader)
     await reader.aclose()  # type: ignore[attr-defined]
     assert closed.is_set()
+
+
+async def test_large_lines_wait_for_a_slow_reader() -> None:
+    made = 0
+
+    async def lines() -> AsyncGenerator[object, None]:
+        nonlocal made
+        for index in range(40):
+            made += 1
+            yield {"index": index, "text": "x" * 1_000_000}
+        yield ndjson.done()
+
+    answer = ndjson.chunks(lines(), closing=asyncio.Event())
+    text = await anext(answer)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert made < 12, "the source ran ahead of a reader that takes nothing"
+    async for chunk in answer:
+        text += chunk
+    found = [json.loads(line) for line in text.splitlines()]
+    assert [line["index"] for line in found[:-1]] == list(range(40))

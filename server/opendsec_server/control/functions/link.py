@@ -20,7 +20,7 @@ HEAD_BYTES_MAX = 1 << 20
 BODY_BYTES_MAX = 64 << 20
 _SIZES = struct.Struct("!II")
 _BROKEN = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError,
-           ValueError, IndexError, msgspec.DecodeError)  # fmt: skip
+           ValueError, IndexError, RecursionError, msgspec.DecodeError)  # fmt: skip
 """What a broken connection or a malformed frame raises."""
 
 _heads = msgspec.json.Decoder(dict[str, Any])

@@ -32,7 +32,9 @@ MAP_ITEMS_MAX = 10_000
 """In one request; the SDK sends as many requests as it needs."""
 QUEUED_CALLS_MAX = 50_000
 QUEUED_BYTES_MAX = 256 * 1024 * 1024
-"""Both of one project."""
+"""Both of one project; the bytes are those of the code too."""
+UNREAD_BYTES_MAX = 32 * 1024 * 1024
+"""Of one request: outcomes that its reader has not taken. Above it none of its calls begins."""
 POOLS_MAX = 100
 """Of one project."""
 POOL_WORKERS_MAX = 256
@@ -98,3 +100,9 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
     """Of its first process, with what was imported in advance."""
     worker: str | None = None
     """Sandbox that it ran in."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of the memory, about."""
+        value = 0 if self.value is None else len(bytes(self.value))
+        return value + len(self.stdout) + len(self.stderr) + sum(map(len, self.files.values()))

@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 class Job:
     """A call that waits or runs."""
 
-    __slots__ = ("code", "deliver", "item", "lane", "limits", "over", "since")
+    __slots__ = ("code", "deliver", "item", "lane", "limits", "over", "since", "size_bytes")
 
     def __init__(
         self, lane: str, code: Code, item: bytes, limits: Limits, deliver: Callable[[Outcome], None]
@@ -33,6 +33,7 @@ class Job:
         self.item = item
         self.limits = limits
         self.deliver = deliver
+        self.size_bytes = len(item)
         self.since = time.monotonic()
         self.over = False
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from opendsec_server.contract.errors import (
     FunctionPoolUnusable,
     FunctionQueueFull,
     FunctionWorkerLost,
+    Internal,
     InvalidRequest,
     OpendsecError,
     QuotaExceeded,
@@ -52,6 +54,7 @@ from .model import (
     Limits,
     Outcome,
 )
+from .outcomes import Outcomes
 from .pool import Job, Pool
 from .shares import allocate
 from .worker import LEASE_S, Worker, end_sandbox
@@ -274,7 +277,7 @@ class Functions:
         code: Code,
         items: Sequence[bytes],
         limits: Limits,
-    ) -> AsyncGenerator[tuple[int, Outcome], None]:
+    ) -> Outcomes:
         """Make many calls; their outcomes as they come, each exactly once, with its index.
 
         What is not over is given up when the result is closed: nobody could read it.
@@ -283,16 +286,23 @@ class Functions:
             As ``call``.
         """
         pool = await self._pool(caller, pool_name)
-        self._check_room(pool, items)
+        self._check_room(pool, code, items)
         lane = random_chars(12)
-        ready: asyncio.Queue[tuple[int, Outcome]] = asyncio.Queue()
-        jobs = []
-        for index, item in enumerate(items):
-
-            def deliver(outcome: Outcome, index: int = index) -> None:
-                ready.put_nowait((index, outcome))
-
-            jobs.append(Job(lane, code, item, limits, deliver))
+        outcomes = Outcomes(
+            len(items),
+            hold=lambda: pool.lanes.hold(lane),
+            let_go=lambda: self._let_go(pool, lane),
+            give_up=lambda: self._give_up(pool, lane),
+        )
+        # Not the outcomes themselves: who drops them must be the last one that has them.
+        put = outcomes.putter()
+        jobs = [
+            Job(lane, code, item, limits, functools.partial(put, index))
+            for index, item in enumerate(items)
+        ]
+        if jobs:
+            # The code is kept as long as the last one waits.
+            jobs[-1].size_bytes += len(code.text)
         if not self._has_work(pool.record.project_id):
             # Who was away does not come back with a credit.
             busy = [self._served[other] for other in self._working()]
@@ -301,31 +311,30 @@ class Functions:
             )
         for job in jobs:
             pool.lanes.add(lane, job)
-            self._queued_bytes[pool.record.project_id] += len(job.item)
+            self._queued_bytes[pool.record.project_id] += job.size_bytes
         self._balance()
-        return self._outcomes(pool, lane, ready, len(jobs))
+        return outcomes
 
-    async def _outcomes(
-        self, pool: Pool, lane: str, ready: asyncio.Queue[tuple[int, Outcome]], count: int
-    ) -> AsyncGenerator[tuple[int, Outcome], None]:
-        try:
-            for _ in range(count):
-                yield await ready.get()
-        finally:
-            gone = FunctionCancelled("the caller went away")
-            for job in pool.lanes.drop(lane):
-                self._finish(pool, job, Outcome(error=gone))
-            for worker, job in list(pool.busy.items()):
-                if job.lane == lane and not job.over:
-                    worker.cancel()
+    def _let_go(self, pool: Pool, lane: str) -> None:
+        if pool.lanes.let_go(lane):
+            self._balance()
 
-    def _check_room(self, pool: Pool, items: Sequence[bytes]) -> None:
+    def _give_up(self, pool: Pool, lane: str) -> None:
+        """Nobody reads what comes of these calls."""
+        gone = FunctionCancelled("the caller went away")
+        for job in pool.lanes.drop(lane):
+            self._finish(pool, job, Outcome(error=gone))
+        for worker, job in list(pool.busy.items()):
+            if job.lane == lane and not job.over:
+                worker.cancel()
+
+    def _check_room(self, pool: Pool, code: Code, items: Sequence[bytes]) -> None:
         if self._stopping:
             raise FunctionWorkerLost("the server is stopping")
         project_id = pool.record.project_id
-        queued = sum(len(p.lanes) for p in self._pools.values()
+        queued = sum(len(p.lanes) + p.lanes.held for p in self._pools.values()
                      if p.record.project_id == project_id)  # fmt: skip
-        size = self._queued_bytes[project_id] + sum(map(len, items))
+        size = self._queued_bytes[project_id] + sum(map(len, items)) + len(code.text)
         if queued + len(items) > QUEUED_CALLS_MAX or size > QUEUED_BYTES_MAX:
             raise FunctionQueueFull(
                 f"{queued} calls of the project wait; {len(items)} more would be above "
@@ -337,7 +346,7 @@ class Functions:
     def _finish(self, pool: Pool, job: Job, outcome: Outcome) -> None:
         if job.over:
             return
-        self._queued_bytes[pool.record.project_id] -= len(job.item)
+        self._queued_bytes[pool.record.project_id] -= job.size_bytes
         pool.finished += 1
         job.finish(outcome)
 
@@ -413,6 +422,16 @@ class Functions:
 
     async def _run(self, pool: Pool, worker: Worker, job: Job) -> None:
         """One call after the other, as long as the worker may go on."""
+        try:
+            if await self._serve(pool, worker, job):
+                return
+        finally:
+            if pool.busy.pop(worker, None) is not None:
+                self._retire(pool, worker)
+        self._balance()
+
+    async def _serve(self, pool: Pool, worker: Worker, job: Job) -> bool:
+        """True: the worker is idle. Otherwise it has to go."""
         while True:
             began = time.monotonic()
             try:
@@ -430,17 +449,14 @@ class Functions:
             self._finish(pool, job, outcome)
             usable = not lost and await worker.settle()
             if not usable or self._should_end(pool, worker):
-                break
+                return False
             following = pool.lanes.take()
             if following is None:
                 del pool.busy[worker]
                 pool.idle.append(worker)
-                return
+                return True
             job = following
             pool.busy[worker] = job
-        del pool.busy[worker]
-        self._retire(pool, worker)
-        self._balance()
 
     def _should_end(self, pool: Pool, worker: Worker) -> bool:
         """Whether the worker is of an old kind, or somebody else's by now."""
@@ -477,6 +493,9 @@ class Functions:
             failure = exc
         except TimeoutError:
             failure = FunctionPoolUnusable("a worker was not ready in time")
+        except Exception as exc:
+            log.error("a worker's start broke", exc_info=exc)
+            failure = Internal("a worker could not be started because of a defect")
         finally:
             pool.starting -= 1
             self._starting -= 1

@@ -49,15 +49,38 @@ class Lanes(Generic[T]):
 
     def __init__(self) -> None:
         self._lanes: OrderedDict[str, deque[T]] = OrderedDict()
+        self._held: dict[str, deque[T]] = {}
         self._count = 0
 
     def __len__(self) -> int:
+        """What could be taken now."""
         return self._count
+
+    @property
+    def held(self) -> int:
+        """What waits in lanes that are held."""
+        return sum(map(len, self._held.values()))
 
     def add(self, lane: str, item: T) -> None:
         """At the end of a lane."""
         self._lanes.setdefault(lane, deque()).append(item)
         self._count += 1
+
+    def hold(self, lane: str) -> None:
+        """Let nothing of a lane be taken, until it is let go."""
+        items = self._lanes.pop(lane, None)
+        if items is not None:
+            self._count -= len(items)
+            self._held[lane] = items
+
+    def let_go(self, lane: str) -> bool:
+        """Let a lane have its turns again. False: it was not held."""
+        items = self._held.pop(lane, None)
+        if items is None:
+            return False
+        self._lanes[lane] = items
+        self._count += len(items)
+        return True
 
     def take(self) -> T | None:
         """The next one of the lane whose turn it is. None: nothing waits."""
@@ -78,12 +101,15 @@ class Lanes(Generic[T]):
 
     def drop(self, lane: str) -> list[T]:
         """Everything that waits in a lane; nothing of it waits any more."""
+        self.let_go(lane)
         items = list(self._lanes.pop(lane, ()))
         self._count -= len(items)
         return items
 
     def drop_all(self) -> list[T]:
-        """Everything that waits."""
+        """Everything that waits, held or not."""
+        for lane in list(self._held):
+            self.let_go(lane)
         items = [item for lane in self._lanes.values() for item in lane]
         self._lanes.clear()
         self._count = 0

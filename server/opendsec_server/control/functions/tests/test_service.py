@@ -49,6 +49,8 @@ class PretendedWorker:
     refusal: ClassVar[OpendsecError | None] = None
     dies: Callable[[bytes], bool] = staticmethod(lambda item: False)
     call_s: ClassVar[float] = 0.0
+    breaks: ClassVar[str | None] = None
+    """Where a defect of ours shows: ``start`` or ``settle``."""
 
     def __init__(self, *, worker_id: str, node: Any, spec: PoolSpec) -> None:
         self.worker_id, self.spec = worker_id, spec
@@ -61,6 +63,8 @@ class PretendedWorker:
         await asyncio.sleep(0)
         if PretendedWorker.refusal is not None:
             raise PretendedWorker.refusal
+        if PretendedWorker.breaks == "start":
+            raise RecursionError
         self.sandbox_id = self.worker_id
         self.project_id = caller.project_id
         PretendedWorker.alive_now.add(self)
@@ -84,6 +88,8 @@ class PretendedWorker:
 
     async def settle(self) -> bool:
         await asyncio.sleep(0)
+        if PretendedWorker.breaks == "settle":
+            raise RecursionError
         self.idle_since = time.monotonic()
         return self.alive and self.calls < self.spec.calls_max
 
@@ -133,7 +139,7 @@ async def functions(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     monkeypatch.setattr(service, "TICK_S", 0.02)
     for name, value in (
         ("alive_now", set()), ("most", 0), ("refusal", None), ("call_s", 0.0),
-        ("dies", staticmethod(lambda item: False)),
+        ("dies", staticmethod(lambda item: False)), ("breaks", None),
     ):  # fmt: skip
         monkeypatch.setattr(PretendedWorker, name, value)
     config = Config(function_workers_max=WORKERS_MAX)
@@ -256,12 +262,28 @@ async def test_calls_fail_with_what_hinders_their_workers(
     assert (await mapped(functions, "pa", 1))[0].error is None
 
 
+@pytest.mark.parametrize("place", ["start", "settle"])
+async def test_a_defect_costs_no_place_for_ever(
+    functions: Functions, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr("opendsec_server.control.functions.pool.PATIENCE_S", 0.1)
+    monkeypatch.setattr("opendsec_server.control.functions.pool.RETRY_BASE_S", 0.01)
+    monkeypatch.setattr(PretendedWorker, "breaks", place)
+    for _ in range(3 * WORKERS_MAX):
+        error = (await mapped(functions, "pa", 1))[0].error
+        assert (error is None) == (place == "settle")
+    monkeypatch.setattr(PretendedWorker, "breaks", None)
+    monkeypatch.setattr("opendsec_server.control.functions.pool.PATIENCE_S", 60.0)
+    async with asyncio.timeout(30):
+        assert len(await mapped(functions, "pb", 5)) == 5
+
+
 async def test_queues_have_bounds(functions: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "QUEUED_CALLS_MAX", 10)
     with pytest.raises(FunctionQueueFull):
         await functions.map(caller("pa"), "default", CODE, [b"pa:0"] * 11, LIMITS)
     assert len(await mapped(functions, "pa", 10)) == 10
-    monkeypatch.setattr(service, "QUEUED_BYTES_MAX", 8)
+    monkeypatch.setattr(service, "QUEUED_BYTES_MAX", len(CODE.text) + 8)
     with pytest.raises(FunctionQueueFull):
         await functions.map(caller("pa"), "default", CODE, [b"pa:0"] * 3, LIMITS)
 

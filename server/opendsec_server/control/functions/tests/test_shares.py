@@ -73,3 +73,19 @@ def test_a_dropped_lane_is_gone() -> None:
     assert (len(lanes), lanes.first()) == (3, 0)
     assert lanes.drop_all() == [0, -1, -2]
     assert lanes.take() is None and lanes.first() is None
+
+
+def test_a_held_lane_waits_until_it_is_let_go() -> None:
+    lanes: Lanes[int] = Lanes()
+    for number in (1, 2):
+        lanes.add("a", number)
+        lanes.add("b", -number)
+    lanes.hold("a")
+    lanes.hold("none")
+    assert (len(lanes), lanes.held) == (2, 2)
+    assert [lanes.take(), lanes.take(), lanes.take()] == [-1, -2, None]
+    assert not lanes.let_go("b")
+    assert lanes.let_go("a") and (len(lanes), lanes.held) == (2, 0)
+    assert lanes.take() == 1
+    lanes.hold("a")
+    assert lanes.drop("a") == [2] and (len(lanes), lanes.held) == (0, 0)
