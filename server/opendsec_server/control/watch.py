@@ -102,6 +102,8 @@ class Watcher:
         while True:
             try:
                 async for event in member.client.events():
+                    if not member.speaks_of(event.sandbox_id):
+                        continue
                     # Edges first: they must not wait for the store. What runs again after a
                     # pause may have another address.
                     if not self._creates.is_own_start(event):
@@ -254,7 +256,11 @@ class Watcher:
 
     async def _compare_node(self, member: Member, node_id: str) -> None:
         marks = await sandboxes.live_marks(self._store, node_id)
-        on_node = {status.sandbox_id: status for status in await member.client.list()}
+        on_node = {
+            status.sandbox_id: status
+            for status in await member.client.list()
+            if member.speaks_of(status.sandbox_id)
+        }
         changes: list[StateChange] = []
         for mark in marks:
             status = on_node.pop(mark.sandbox_id, None)

@@ -111,7 +111,8 @@ async def delete_key(store: Store, project_id: str, key_id: str) -> ApiKey | Non
     """Remove a key of a project and return it. None: the project has no such key.
 
     Raises:
-        Conflict: it is the project's last key, without which nobody could get in.
+        Conflict: it is the project's last key, or the last one of its own with all rights, without
+            which nobody could get in.
     """
 
     def work(connection: sa.Connection) -> ApiKey | None:
@@ -120,7 +121,8 @@ async def delete_key(store: Store, project_id: str, key_id: str) -> ApiKey | Non
         row = next((row for row in rows if row["key_id"] == key_id), None)
         if row is None:
             return None
-        if len(rows) == 1:
+        whole = [one for one in rows if one["principal_id"] is None and one["rights"] is None]
+        if len(rows) == 1 or whole == [row]:
             raise Conflict(
                 "this is the project's last API key",
                 remediation="Make another key first, then delete this one.",

@@ -98,9 +98,9 @@ class Principals:
 
         Raises:
             NotFound: no such principal.
-            Forbidden: it may do what the caller may not.
+            Forbidden: it may do what the caller may not, here or, to be switched on, anywhere.
         """
-        await self._stronger_than(caller, principal_id)
+        await self._stronger_than(caller, principal_id, elsewhere=not disabled)
         await principals.set_disabled(self._store, principal_id, time.time() if disabled else None)
         self._iam.forget()
         log.info("principal switched", principal=principal_id, disabled=disabled)
@@ -111,7 +111,7 @@ class Principals:
         Raises:
             As ``set_disabled``.
         """
-        await self._stronger_than(caller, principal_id)
+        await self._stronger_than(caller, principal_id, elsewhere=False)
         await principals.delete_principal(self._store, principal_id)
         self._iam.forget()
         log.info("principal deleted", principal=principal_id)
@@ -130,8 +130,10 @@ class Principals:
         Raises:
             InvalidRequest: no such role, or no right.
             NotFound: no such project or principal.
-            Forbidden: rights that the caller does not have itself.
+            Forbidden: rights that the caller does not have itself; or it came with a token, which
+                ends, and a grant does not.
         """
+        refuse_token(caller)
         if role is None and not rights:
             raise InvalidRequest("a grant needs a role or rights")
         if role is not None and role not in ROLES:
@@ -203,12 +205,24 @@ class Principals:
         log.info("api key made", key_id=key.key_id, principal=principal_id)
         return key, secret
 
-    async def _stronger_than(self, caller: Caller, principal_id: str) -> PrincipalState:
+    async def _stronger_than(
+        self, caller: Caller, principal_id: str, *, elsewhere: bool = True
+    ) -> PrincipalState:
+        """Whether the caller may do all that a principal may.
+
+        Args:
+            caller: Who asks.
+            principal_id: Whose rights.
+            elsewhere: Also in projects out of the caller's reach. Not asked where rights are only
+                taken away: anybody who knows a principal's id can grant it something there.
+        """
         state = await self.get(caller, principal_id)
         for grant in state.grants:
             try:
                 await self._tree.reach(caller, grant.project_id)
             except NotFound:
+                if not elsewhere:
+                    continue
                 raise Forbidden(
                     "this principal has rights in projects that are not below yours",
                     remediation="Have it done from a project above both.",

@@ -33,7 +33,7 @@ from opendsec_server.store.records import ApiKey, Project
 from opendsec_server.store.store import Store
 
 from .caller import Caller, KnownRefused
-from .rights import EVERYTHING, ROLES, Right, both
+from .rights import EVERYTHING, ROLES, Right, both, missing
 
 log = structlog.get_logger(__name__)
 
@@ -148,8 +148,17 @@ class Iam:
 
         Raises:
             NotFound: the caller's project has no such key.
+            Forbidden: a key of the project itself that may do what the caller may not.
             Conflict: it is the last one.
         """
+        for one in await self.keys(caller):
+            if one.key_id == key_id and one.principal_id is None:
+                held = EVERYTHING if one.rights is None else unpack_list(one.rights)
+                if missing(caller.rights, held):
+                    raise Forbidden(
+                        "this key may do what you may not",
+                        remediation="Have it deleted by who may do everything in the project.",
+                    )
         key = await accounts.delete_key(self._store, caller.project_id, key_id)
         if key is None:
             raise NotFound("there is no such API key in this project")
@@ -192,7 +201,7 @@ def refuse_token(caller: Caller) -> None:
     """
     if caller.token_id is not None:
         raise Forbidden(
-            "a token cannot make keys, which do not end as it does",
+            "a token cannot make keys or grants, which do not end as it does",
             remediation="Use a key, or make a token.",
         )
 

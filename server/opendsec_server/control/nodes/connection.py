@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import itertools
 import secrets
 import ssl
@@ -322,8 +323,8 @@ class Connections:
                 "the node does not accept this gateway's secret",
                 remediation="Give gateway and node the same node_secret_file.",
             )
-        proof = headers.get(wire.PROOF_HEADER.encode())
-        if proof != wire.answer_proof(self._secret, nonce).encode():
+        proof = headers.get(wire.PROOF_HEADER.encode(), b"")
+        if not hmac.compare_digest(proof, wire.answer_proof(self._secret, nonce).encode()):
             raise NodeUnavailable(
                 "what answers at the node's address does not hold the node's secret",
                 remediation="Look at what listens there; the call was not trusted.",

@@ -524,8 +524,8 @@ class Fleet:
                 expiration=expiration,
             )
         )
-        for _, got in answers:
-            if isinstance(got, Route):
+        for member, got in answers:
+            if isinstance(got, Route) and member.speaks_of(got.sandbox_id):
                 return got
         for _, got in answers:
             if isinstance(got, OpendsecError) and not isinstance(got, SandboxNotFound):

@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from opendsec_server.contract.errors import NodeUnavailable, OpendsecError
+from opendsec_server.contract.ids import node_id_of
 from opendsec_server.contract.node import NodeClient, NodeInfo
 from opendsec_server.control.placement import Standing
 
@@ -68,6 +69,10 @@ class Member:
     def down(self) -> bool:
         """Several polls were not answered, or it was never reached."""
         return self.standing.health in ("unknown", "down")
+
+    def speaks_of(self, sandbox_id: str) -> bool:
+        """Whether a sandbox is this node's. What it says of others' is worth nothing."""
+        return self.node_id is None or node_id_of(sandbox_id) == self.node_id
 
     def unreached_for(self) -> float:
         """Seconds since it was last reached; 0 while it is."""
