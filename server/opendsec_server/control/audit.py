@@ -20,7 +20,7 @@ import structlog
 
 from opendsec_server.contract.errors import Forbidden, StoreUnavailable
 from opendsec_server.store import audit
-from opendsec_server.store.audit import FIRST_HASH, AuditEntry, AuditFilter, Call
+from opendsec_server.store.audit import FIRST_HASH, AuditEntry, AuditFilter, Call, Place
 from opendsec_server.store.store import Store
 
 from .iam import Caller, Iam
@@ -29,7 +29,7 @@ from .tokens import write_private
 log = structlog.get_logger(__name__)
 
 AUDIT_HEAD_FILE = "audit.head"
-"""In the state directory."""
+"""In the state directory: the last entry that this server wrote. A log that was cut shows."""
 BATCH_MAX = 1_000
 """Entries in one transaction."""
 WAITING_MAX = 100_000
@@ -53,13 +53,6 @@ class Verdict(msgspec.Struct, kw_only=True, frozen=True):
     head_hash: str
     fault: str | None
     """What is wrong first. None: nothing."""
-
-
-class _Head(msgspec.Struct):
-    """The last entry that this server wrote, beside the database: a log that was cut shows."""
-
-    seq: int
-    hash: str
 
 
 class Audit:
@@ -140,6 +133,8 @@ class Audit:
         return self._strangers > STRANGERS_PER_S
 
     async def _write(self) -> None:
+        known = await asyncio.to_thread(_read_head, self._head_file)
+        told = False
         while True:
             await self._some.wait()
             self._some.clear()
@@ -150,7 +145,7 @@ class Audit:
                 if lost:
                     calls.append(_lost_call(lost))
                 try:
-                    seq, digest = await audit.append(self._store, calls, self._secret)
+                    last, stands = await audit.append(self._store, calls, self._secret, known)
                 except StoreUnavailable as exc:
                     if not self._store_down:
                         log.warning("the audit log waits for the store", error=exc.message)
@@ -163,10 +158,16 @@ class Audit:
                     self._waiting.popleft()
                     if not done.done():
                         done.set_result(None)
-                await self._note_head(seq, digest)
+                if stands:
+                    known = last
+                    await self._note_head(last)
+                elif not told:
+                    # What was noted is kept: it is the proof.
+                    told = True
+                    log.error("entries of the audit log were taken away or changed", known=known)
 
-    async def _note_head(self, seq: int, digest: str) -> None:
-        text = msgspec.json.encode(_Head(seq=seq, hash=digest))
+    async def _note_head(self, last: Place) -> None:
+        text = msgspec.json.encode(last)
         try:
             await asyncio.to_thread(write_private, self._head_file, text)
         except OSError as exc:
@@ -204,16 +205,16 @@ async def verify(store: Store, secret: bytes, head_file: Path) -> Verdict:
     return Verdict(ok=fault is None, entries=count, head_seq=seq, head_hash=digest, fault=fault)
 
 
-def _against(noted: _Head, entries: list[AuditEntry]) -> str | None:
+def _against(noted: Place, entries: list[AuditEntry]) -> str | None:
     for entry in entries:
         if entry.seq == noted.seq and not hmac.compare_digest(entry.hash, noted.hash):
             return f"entry {entry.seq} is not the one that was written"
     return None
 
 
-def _read_head(path: Path) -> _Head | None:
+def _read_head(path: Path) -> Place | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Head)
+        return msgspec.json.decode(path.read_bytes(), type=Place)
     except (OSError, msgspec.DecodeError):
         return None
 

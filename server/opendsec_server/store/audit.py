@@ -84,16 +84,37 @@ def mac_of(secret: bytes, digest: str) -> str:
     return hmac.new(secret, digest.encode(), hashlib.sha256).hexdigest()
 
 
-async def append(store: Store, calls: Sequence[Call], secret: bytes) -> tuple[int, str]:
-    """Add calls in order; ``seq`` and hash of the last.
+class Place(msgspec.Struct, frozen=True):
+    """An entry's place in the chain."""
+
+    seq: int
+    hash: str
+
+
+async def append(
+    store: Store, calls: Sequence[Call], secret: bytes, known: Place | None = None
+) -> tuple[Place, bool]:
+    """Add calls in order.
+
+    Args:
+        store: Where.
+        calls: What to add.
+        secret: Of the installation.
+        known: An entry that was written before.
+
+    Returns:
+        The place of the last, and whether the known entry still stands in the log.
 
     Raises:
         StoreUnavailable: none was added.
     """
 
-    def work(connection: sa.Connection) -> tuple[int, str]:
+    def work(connection: sa.Connection) -> tuple[Place, bool]:
         if connection.dialect.name != "sqlite":
             connection.execute(_LOCK)
+        stands = known is None or known.hash == connection.scalar(
+            sa.select(AUDIT.c.hash).where(AUDIT.c.seq == known.seq)
+        )
         seq, digest = _head(connection)
         rows = []
         for call in calls:
@@ -108,7 +129,7 @@ async def append(store: Store, calls: Sequence[Call], secret: bytes) -> tuple[in
                 }
             )
         connection.execute(sa.insert(AUDIT), rows)
-        return seq, digest
+        return Place(seq, digest), stands
 
     return await store.write(work)
 

@@ -71,6 +71,16 @@ async def token(http: httpx.AsyncClient, headers: dict[str, str] | None = None, 
     return {"X-API-Key": made["token"]}, made["token_id"]
 
 
+async def written(http: httpx.AsyncClient, count: int) -> list[Any]:
+    """The audit log when it has so many entries."""
+    for _ in range(1_000):
+        entries: list[Any] = (await ok(http.get("/v1/audit")))["entries"]
+        if len(entries) >= count:
+            return entries
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{len(entries)} entries: {entries}")
+
+
 async def test_projects_nest_and_never_exceed_those_above(http: httpx.AsyncClient) -> None:
     team = await project(http, "team", sandboxes=3, cpu=2)
     deep = await project(http, "deep", team["project_id"], sandboxes=2)
@@ -472,7 +482,7 @@ async def test_the_log_waits_for_the_store_and_calls_do_not(
     real = audit.append
     down = True
 
-    async def append(*args: Any) -> tuple[int, str]:
+    async def append(*args: Any) -> Any:
         if down:
             raise StoreUnavailable("the disk is full")
         return await real(*args)
@@ -485,14 +495,66 @@ async def test_the_log_waits_for_the_store_and_calls_do_not(
         body = {"timeout_s": timeout_s}
         await ok(http.post(f"/v1/sandboxes/{made}/timeout", json=body))
     down = False
+    # The create, the three that waited, and what was not kept.
+    await written(http, 5)
     await ok(http.delete(f"/v1/sandboxes/{made}"))
-    entries: list[Any] = []
-    for _ in range(500):
-        entries = (await ok(http.get("/v1/audit")))["entries"]
-        if len(entries) >= 6:
-            break
-        await asyncio.sleep(0.01)
+    entries = await written(http, 6)
     about = [(one["action"], one["object"]) for one in entries if one["status"] != 201]
     assert about.count(("POST /v1/sandboxes/{sandbox_id}/timeout", made)) == 3
     assert ("audit: calls not written one by one", "2") in about
     assert (await ok(http.get("/v1/audit/verify")))["ok"]
+
+
+async def test_a_log_that_was_cut_shows_after_more_was_written(
+    http: httpx.AsyncClient, plane: Plane
+) -> None:
+    for name in ("one", "two", "three"):
+        await project(http, name)
+    assert (await ok(http.get("/v1/audit/verify")))["ok"]
+
+    def cut(connection: sa.Connection) -> None:
+        connection.execute(sa.delete(AUDIT).where(AUDIT.c.seq > 1))
+
+    await plane.services.store.write(cut)
+    for name in ("four", "five", "six"):
+        await project(http, name)
+    verdict = await ok(http.get("/v1/audit/verify"))
+    assert not verdict["ok"] and "not the one that was written" in verdict["fault"]
+
+
+async def test_keys_of_the_project_fall_to_who_may_do_everything(http: httpx.AsyncClient) -> None:
+    whose = await ok(http.get("/v1/project"))
+    _, keeper = await principal(http, whose["project_id"], name="keeper", rights=["keys:*"])
+    root = next(
+        one
+        for one in (await ok(http.get("/v1/api-keys")))["api_keys"]
+        if one.get("principal_id") is None
+    )
+    await refused(http.delete(f"/v1/api-keys/{root['key_id']}", headers=keeper), "forbidden", 403)
+    # The keeper's key is there too, but nobody could do everything any more.
+    await refused(http.delete(f"/v1/api-keys/{root['key_id']}"), "conflict", 409)
+
+
+async def test_rights_elsewhere_do_not_keep_a_principal_on(http: httpx.AsyncClient) -> None:
+    team, beside = await project(http, "team"), await project(http, "beside")
+    owner = await key_in(http, team["project_id"])
+    body = {"kind": "person", "name": "u"}
+    made = await ok(http.post("/v1/principals", json=body, headers=owner), 201)
+    path = f"/v1/principals/{made['principal_id']}"
+    for where in (team, beside):
+        grant = f"{path}/grants/{where['project_id']}"
+        await ok(http.put(grant, json={"role": "viewer"}))
+    await ok(http.patch(path, json={"disabled": True}, headers=owner), 204)
+    # To give rights back that are not its own is another thing.
+    again = {"disabled": False}
+    await refused(http.patch(path, json=again, headers=owner), "forbidden", 403)
+    await ok(http.delete(path, headers=owner), 204)
+
+
+async def test_a_token_grants_nothing(http: httpx.AsyncClient) -> None:
+    team = await project(http, "team")
+    person, _ = await principal(http, team["project_id"], role="viewer")
+    part, _ = await token(http, rights=["principals:*", "sandboxes:read"])
+    grant = f"/v1/principals/{person}/grants/{team['project_id']}"
+    body = {"rights": ["sandboxes:read"]}
+    await refused(http.put(grant, json=body, headers=part), "forbidden", 403)
