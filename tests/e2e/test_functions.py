@@ -369,9 +369,9 @@ def test_projects_share_and_never_mix(client: Client, own_server: Server) -> Non
     client.fn.pools.put("greedy", **{**SMALL, "workers_max": 4})
     code = "import time\ntime.sleep(0.1)\nresult = 1"
     with ThreadPoolExecutor(1) as pool:
-        # It would take four seconds, and all the workers that there may be.
+        # It would take ten seconds, and all the workers that there may be.
         many = pool.submit(
-            lambda: list(client.fn.map(_sleeps, range(160), pool="greedy", ordered=False))
+            lambda: list(client.fn.map(_sleeps, range(400), pool="greedy", ordered=False))
         )
         until(lambda: client.fn.pools.get("greedy").workers_busy >= 2)
         assert ask("GET", "/v1/functions/pools/greedy")[0] == 404
@@ -382,7 +382,7 @@ def test_projects_share_and_never_mix(client: Client, own_server: Server) -> Non
         )
         assert status == 200 and result["value"] == 1, result
         assert not many.done()
-        assert len(many.result()) == 160
+        assert len(many.result()) == 400
     names = [sandbox.sandbox_id for sandbox in client.list()]
     assert result["worker"] not in names
     assert ask("DELETE", "/v1/functions/pools/small")[0] == 204

@@ -426,7 +426,8 @@ class Functions:
             if await self._serve(pool, worker, job):
                 return
         finally:
-            if pool.busy.pop(worker, None) is not None:
+            # A stop ends all workers itself.
+            if pool.busy.pop(worker, None) is not None and not self._stopping:
                 self._retire(pool, worker)
         self._balance()
 
@@ -551,6 +552,11 @@ class Functions:
         await asyncio.gather(*(self._end_leftover(*one) for one in left))
 
     async def _end_leftover(self, worker_id: str, sandbox_id: str | None) -> None:
+        if sandbox_id is None:
+            # Its create was asked for, and its outcome was not seen.
+            with contextlib.suppress(OpendsecError):
+                of_ours = await store_functions.workers_of(self._store, self._owner)
+                sandbox_id = next((one for row, one in of_ours if row.worker_id == worker_id), None)
         if sandbox_id is not None and not await end_sandbox(self._node, sandbox_id):
             # Tried again, but after the others.
             self._leftovers[worker_id] = self._leftovers.pop(worker_id)

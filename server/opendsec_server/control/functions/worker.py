@@ -71,6 +71,7 @@ class Worker:
         self.started_at = time.monotonic()
         self.idle_since = self.started_at
         self._node = node
+        self._asked_for = False
         self._link: Link | None = None
         self._codes: list[str] = []
         self._watching: asyncio.Task[None] | None = None
@@ -97,6 +98,7 @@ class Worker:
             timeout_s=LEASE_S,
             network=NetworkPolicy(internet=spec.internet, allow_public_traffic=False),
         )
+        self._asked_for = True
         created = await creates.create(caller, params, key=worker_key(self.worker_id))
         self.sandbox_id = created.record.sandbox_id
         secret = secrets.token_hex(32)
@@ -249,14 +251,15 @@ class Worker:
         return self.alive
 
     async def end(self) -> bool:
-        """End its sandbox. False: the node could not be asked; it is tried again later."""
+        """End its sandbox. False: the node could not be asked, or it is not known whether there is
+        one; it is tried again later."""
         if self._link is not None:
             self._link.close()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         if self.sandbox_id is None:
-            return True
+            return not self._asked_for
         return await end_sandbox(self._node, self.sandbox_id)
 
     async def _gather_evidence(self) -> None:
