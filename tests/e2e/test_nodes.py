@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from opendsec import Client, NodeUnavailable, OpendsecError
-from tests.harness import BIN, Server, free_port, new_server
+from tests.harness import BIN, Server, new_server
 from tests.leaks import Snapshot
 
 SIZES = {"memory_mb": 64, "disk_mb": 256, "timeout_s": 600}
@@ -32,11 +33,25 @@ class Cluster:
         return Client(base_url=self.gateway.url, api_key=self.gateway.api_key, retries_max=0)
 
 
+def node_port() -> int:
+    """A TCP port that nothing listens on, below those that the system gives out by itself: it
+    stays free until the node listens, while other tests run."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     if os.geteuid() != 0:
         pytest.skip("real nodes need root")
-    port = free_port()
+    port = node_port()
     one = new_server(
         "flea", "10.226.0.0/17", role="node", node_listen=f"127.0.0.1:{port}", disk_pool_mb=4_096
     )

@@ -67,11 +67,11 @@ async def until(holds: Callable[[], Awaitable[bool] | bool], within_s: float = 2
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that are silent are given up in a second, not in a quarter of a minute."""
+    """Nodes that are silent are given up in seconds, not in a quarter of a minute."""
     monkeypatch.setattr(node_wire, "ALIVE_EVERY_S", 0.3)
-    monkeypatch.setattr(node_wire, "SILENCE_S_MAX", 1.5)
+    monkeypatch.setattr(node_wire, "SILENCE_S_MAX", 5.0)
     monkeypatch.setattr(connection, "WATCH_INTERVAL_S", 0.1)
-    monkeypatch.setattr(member, "POLL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(member, "POLL_TIMEOUT_S", 2.0)
 
 
 @pytest.fixture

@@ -238,6 +238,8 @@ class Connections:
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._watch: asyncio.TimerHandle | None = None
+        self._look_at = 0.0
+        """Monotonic time at which the next look is due."""
 
     @contextlib.asynccontextmanager
     async def exchange(
@@ -374,13 +376,18 @@ class Connections:
 
     def _keep_watch(self) -> None:
         if self._watch is None:
+            self._look_at = time.monotonic() + WATCH_INTERVAL_S
             self._watch = asyncio.get_running_loop().call_later(WATCH_INTERVAL_S, self._look)
 
     def _look(self) -> None:
         """Give up answers of which nothing is heard: a node that lives shows it."""
         self._watch = None
-        silent = time.monotonic() - wire.SILENCE_S_MAX
-        for connection in list(self._busy):
+        now = time.monotonic()
+        silent = now - wire.SILENCE_S_MAX
+        # A look that itself comes late says that this process was held up: what the nodes sent
+        # meanwhile may not have been read yet.
+        late = now - self._look_at > WATCH_INTERVAL_S
+        for connection in () if late else list(self._busy):
             if connection.heard_at < silent:
                 connection.abort(f"nothing was heard of the node for {wire.SILENCE_S_MAX:.0f} s")
         if self._busy:
