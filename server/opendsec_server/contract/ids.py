@@ -14,6 +14,7 @@ import threading
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 NODE_ID_CHARS = 4
 SANDBOX_ID_RE = re.compile(r"^i[a-z0-9]{19}$")
+NODE_ID_RE = re.compile(r"[a-z0-9]{4}")
 
 
 _CHARS = bytes(ord(ALPHABET[byte % len(ALPHABET)]) for byte in range(256))
@@ -41,6 +42,11 @@ def random_chars(count: int) -> str:
 def new_node_id() -> str:
     """A short node id, made once at a node's first start."""
     return random_chars(NODE_ID_CHARS)
+
+
+def is_node_id(text: str) -> bool:
+    """Whether ``text`` has the shape of a node id."""
+    return NODE_ID_RE.fullmatch(text) is not None
 
 
 def new_sandbox_id(node_id: str) -> str:

@@ -43,6 +43,8 @@ RETRY_S = 1.0
 RECONCILE_INTERVAL_S = 30.0
 COMPARING_SHARE_MAX = 0.05
 """Of the time, that comparing takes: with very many sandboxes it is done less often."""
+RECONCILE_INTERVAL_MAX_S = 120.0
+"""However long comparing takes: what was missed is found in bounded time."""
 PRUNE_INTERVAL_S = 3_600.0
 END_AT_TOLERANCE_S = 0.001
 
@@ -75,6 +77,11 @@ class Watcher:
         self._events: deque[NodeEvent] = deque(maxlen=EVENTS_QUEUED_MAX)
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._worked_s = 0.0
+        """How long the nodes took that the last comparison went well with."""
+        self._unreached: dict[str, float] = {}
+        """Nodes with live records that were not reached since the start; since when (monotonic)
+        it is known."""
 
     async def start(self) -> None:
         """Listen to the nodes, then compare once, so that nothing falls in between."""
@@ -171,15 +178,18 @@ class Watcher:
     # --- comparing ----------------------------------------------------------
 
     async def _compare(self) -> None:
-        pruned_at, took_s = float("-inf"), 0.0
+        pruned_at = float("-inf")
         while True:
             if time.monotonic() - pruned_at >= PRUNE_INTERVAL_S:
                 pruned_at = time.monotonic()
                 await self._prune()
-            await asyncio.sleep(max(RECONCILE_INTERVAL_S, took_s / COMPARING_SHARE_MAX))
-            began = time.monotonic()
+            await asyncio.sleep(self._pause_s())
             await self._reconcile_or_log()
-            took_s = time.monotonic() - began
+
+    def _pause_s(self) -> float:
+        """Until the next comparison. A node that hangs does not put off that of the others."""
+        wanted_s = max(RECONCILE_INTERVAL_S, self._worked_s / COMPARING_SHARE_MAX)
+        return min(wanted_s, RECONCILE_INTERVAL_MAX_S)
 
     async def _prune(self) -> None:
         now = time.time()
@@ -191,6 +201,9 @@ class Watcher:
                 )
         except StoreUnavailable as exc:
             log.warning("old records not removed", why=exc.message)
+        except Exception:
+            # It must not end the comparing.
+            log.exception("old records not removed")
 
     async def _reconcile_or_log(self) -> None:
         try:
@@ -205,19 +218,29 @@ class Watcher:
 
         Raises:
             StoreUnavailable: nothing more could be compared.
-            NodeUnavailable: a node could not be compared; the others were.
+            OpendsecError: the first node that could not be compared; the others were.
         """
-        failure: NodeUnavailable | None = None
+        failure: Exception | None = None
+        self._worked_s = 0.0
         for member in self._node.members:
-            if member.node_id is None:
+            node_id = member.node_id
+            # A node that is listed twice is one; its second member is never up.
+            if node_id is None or self._node.find(node_id) is not member:
                 continue
+            began = time.monotonic()
             try:
                 if member.down:
-                    await self._give_up(member.node_id, member.unreached_for())
+                    await self._give_up(node_id, member.unreached_for())
                 else:
-                    await self._compare_node(member, member.node_id)
-            except NodeUnavailable as exc:
-                failure = exc
+                    await self._compare_node(member, node_id)
+            except StoreUnavailable:
+                raise
+            except Exception as exc:
+                log.warning("a node was not compared", node=member.name, why=str(exc))
+                failure = failure or exc
+            else:
+                self._worked_s += time.monotonic() - began
+        await self._give_up_unreached()
         if failure is not None:
             raise failure
 
@@ -232,6 +255,19 @@ class Watcher:
             return
         why = f"its node {node_id} has not been reached for {unreached_s:.0f} s"
         await self._note_lost(node_id, why, paused_too=False)
+
+    async def _give_up_unreached(self) -> None:
+        """As ``_give_up``, for nodes that only the store knows: dead since before the start, or
+        listed no more."""
+        now = time.monotonic()
+        known = await sandboxes.nodes_of_live(self._store)
+        self._unreached = {
+            node_id: self._unreached.get(node_id, now)
+            for node_id in known
+            if self._node.find(node_id) is None
+        }
+        for node_id, since in self._unreached.items():
+            await self._give_up(node_id, now - since)
 
     async def forget_node(self, node_id: str) -> int:
         """Note all sandboxes of a node as lost: an operator says that it does not come back.

@@ -237,6 +237,16 @@ async def live_marks(store: Store, node_id: str) -> list[LiveMark]:
     return await store.read(work)
 
 
+async def nodes_of_live(store: Store) -> list[str]:
+    """Ids of the nodes that live sandboxes are on."""
+
+    def work(connection: sa.Connection) -> list[str]:
+        query = sa.select(_C.node_id).where(_C.ended_at.is_(None)).distinct()
+        return list(connection.execute(query).scalars())
+
+    return await store.read(work)
+
+
 async def ids_to_wake(store: Store) -> list[str]:
     """Paused sandboxes of all projects that traffic resumes."""
 

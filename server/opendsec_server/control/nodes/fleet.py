@@ -96,8 +96,6 @@ class Fleet:
         self._snapshot_places: dict[str, str] = {}
         self._backends: dict[str, BackendInfo] | None = None
         self._backends_until = 0.0
-        self.health_changed: list[Callable[[Member], None]] = []
-        """Called when a node's health has changed."""
 
     @classmethod
     def of_one(cls, node: NodeClient) -> Fleet:
@@ -131,8 +129,6 @@ class Fleet:
                 return
             self._by_id[node_id] = member
             self.placement.add(member.standing)
-        for tell in self.health_changed:
-            tell(member)
 
     # --- which node ---------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from opendsec_server.contract.errors import Conflict, Forbidden, NotFound
+from opendsec_server.contract.ids import is_node_id
 from opendsec_server.control.iam import Caller, Iam
 
 from .fleet import Fleet
@@ -44,6 +45,9 @@ class Nodes:
             NotFound: there is none.
         """
         await self._check(caller)
+        found = self._fleet.find(node)
+        if found is not None:
+            return found
         for member in self._fleet.members:
             if node in (member.node_id, member.name):
                 return member
@@ -68,16 +72,29 @@ class Nodes:
 
     async def forget(self, caller: Caller, node: str) -> int:
         """Note that all of a node's sandboxes are lost, paused ones too: the machine does not come
-        back. If it does, it ends them.
+        back. If it does, it ends them. A node that was not reached since the start, or is listed no
+        more, is named by its id.
 
         Returns:
             How many they were.
 
         Raises:
             Forbidden, NotFound: as ``get``.
-            Conflict: the node is there.
+            Conflict: the node is there, or what is named is its second entry.
         """
-        member = await self.get(caller, node)
+        try:
+            member = await self.get(caller, node)
+        except NotFound:
+            lost = await self._give_up(node) if is_node_id(node) else 0
+            if not lost:
+                raise
+            return lost
+        if member.node_id is not None and self._fleet.find(member.node_id) is not member:
+            raise Conflict(
+                f"node `{node[:64]}` is listed twice",
+                remediation="Name it by its id, or remove one of the entries.",
+                details={"node_id": member.node_id},
+            )
         if not member.down:
             raise Conflict(
                 f"node `{node[:64]}` is not gone",

@@ -95,5 +95,8 @@ class HealthWatch:
             images = await member.client.images.all()
         except OpendsecError as exc:
             log.warning("a node's images are not known", node=member.name, why=exc.message)
+        except Exception:
+            # It must not end the polling.
+            log.exception("a node's images are not known", node=member.name)
         else:
             member.standing.images = frozenset(image.digest for image in images)

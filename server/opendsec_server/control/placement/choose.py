@@ -35,12 +35,6 @@ class Placement:
             self._nodes[node.node_id] = node
             self._order.append(node)
 
-    def remove(self, node_id: str) -> None:
-        """A node is there no more."""
-        node = self._nodes.pop(node_id, None)
-        if node is not None:
-            self._order.remove(node)
-
     @property
     def nodes(self) -> Iterable[Standing]:
         """Those that are there."""
