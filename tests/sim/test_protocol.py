@@ -285,8 +285,10 @@ async def test_bad_requests_are_answered_and_harm_nothing(tmp_path: Path) -> Non
 
 
 async def test_a_long_answer_is_waited_for_while_the_node_shows_that_it_lives(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Less than the answer takes.
+    monkeypatch.setattr(wire, "SILENCE_S_MAX", 1.5)
     sim = SimNode("saaa")
     async with serving([sim], tmp_path) as urls:
         node = HttpNode(urls[0], SECRET)
