@@ -7,7 +7,7 @@ stopped. An outcome is written once, in the order in which outcomes came.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -26,6 +26,8 @@ OperationKind = Literal["pause", "resume", "kill"]
 Outcome = Literal["done", "already", "gone", "error"]
 """``already``: it was so before. ``gone``: it had ended meanwhile."""
 PRUNE_BATCH = 20
+REST_PREFIX = "r"
+"""Of the ids of operations that the server repeats by itself, to end what is left of a task."""
 
 
 class OperationParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -325,13 +327,20 @@ def _sweep(connection: sa.Connection, operation: TaskOperation) -> int:
 
 
 async def claim_operations(
-    store: Store, owner: str, *, now: float, lease_until: float, alone: bool
+    store: Store,
+    owner: str,
+    *,
+    held: Collection[str] = (),
+    now: float,
+    lease_until: float,
+    alone: bool,
 ) -> list[TaskOperation]:
     """Take over operations that nobody works on.
 
     Args:
         store: Where.
         owner: The process that takes them.
+        held: Those that it works on already.
         now: A lease that ends before it counts no more.
         lease_until: Of the new leases.
         alone: No other process can be at work: leases of others count for nothing.
@@ -340,8 +349,10 @@ async def claim_operations(
     free = sa.true() if alone else column.lease_until < now
 
     def work(connection: sa.Connection) -> list[TaskOperation]:
-        not_ours = column.owner.is_(None) | (column.owner != owner)
-        query = sa.select(TASK_OPERATIONS).where(_RUNNING, free, not_ours)
+        # It may own one without knowing: whoever asked for it went away too early.
+        query = sa.select(TASK_OPERATIONS).where(
+            _RUNNING, free, column.operation_id.not_in(list(held))
+        )
         if not store.is_sqlite:
             query = query.with_for_update(skip_locked=True)
         found = [_operation_of(row) for row in connection.execute(query).mappings()]
@@ -357,11 +368,13 @@ async def claim_operations(
 
 
 async def missing_of(store: Store, operation_id: str) -> list[str]:
-    """Sandboxes of an operation that have no outcome yet."""
+    """Sandboxes of an operation that have no outcome yet; none, if another has taken its place."""
 
     def work(connection: sa.Connection) -> list[str]:
         query = sa.select(TASK_ITEMS.c.sandbox_id).where(
-            TASK_ITEMS.c.operation_id == operation_id, TASK_ITEMS.c.seq.is_(None)
+            TASK_ITEMS.c.operation_id == operation_id,
+            TASK_ITEMS.c.seq.is_(None),
+            sa.exists().where(TASK_OPERATIONS.c.operation_id == operation_id, _RUNNING),
         )
         return list(connection.execute(query).scalars())
 
@@ -413,13 +426,21 @@ async def operations_of(
     return await store.read(work)
 
 
-async def prune_operations(store: Store, *, finished_before: float) -> int:
-    """Remove operations that finished before a time; how many. At ``PRUNE_BATCH``, call again."""
-    old = (
-        sa.select(TASK_OPERATIONS.c.operation_id)
-        .where(TASK_OPERATIONS.c.finished_at < finished_before)
-        .limit(PRUNE_BATCH)
-    )
+async def prune_operations(
+    store: Store, *, finished_before: float, rests_only: bool = False
+) -> int:
+    """Remove operations that finished before a time; how many. At ``PRUNE_BATCH``, call again.
+
+    Args:
+        store: Where.
+        finished_before: Unix seconds.
+        rests_only: Only those whose ids begin with ``REST_PREFIX``.
+    """
+    column = TASK_OPERATIONS.c
+    old = sa.select(column.operation_id).where(column.finished_at < finished_before)
+    if rests_only:
+        old = old.where(column.operation_id.startswith(REST_PREFIX, autoescape=True))
+    old = old.limit(PRUNE_BATCH)
 
     def work(connection: sa.Connection) -> int:
         removed = connection.execute(

@@ -30,9 +30,12 @@ REST_S = 30.0
 """How often it is seen to that nothing of an ended task is left."""
 PRUNE_S = 3_600.0
 OPERATIONS_KEPT_S = 7 * 24 * 3_600
+RESTS_KEPT_S = 300
+"""Of those that end what is left of a task: they come again and again while a node is away."""
 BUSY_SHARE = 20
-"""Looking takes at most one in so many seconds of the time: with many records it comes less
-often."""
+"""Looking takes at most one in so many seconds of the time, with many records: it comes less often
+then, up to a pause of ``BUSY_PAUSE_S_MAX``, as looking may also have waited for nodes."""
+BUSY_PAUSE_S_MAX = 5.0
 
 
 class TaskKeeper:
@@ -50,7 +53,8 @@ class TaskKeeper:
         self._running = [
             asyncio.create_task(_repeat(what, every_s), name=f"tasks-{name}")
             for name, what, every_s in (
-                ("limits", self.look_at_limits, LIMITS_S),
+                ("deadlines", self.look_at_deadlines, LIMITS_S),
+                ("budgets", self.look_at_budgets, LIMITS_S),
                 ("rest", self.end_the_rest, REST_S),
                 ("meter", self.meter_all, METER_S),
                 ("prune", self.prune, PRUNE_S),
@@ -64,25 +68,33 @@ class TaskKeeper:
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._operations.stop()
 
-    async def look_at_limits(self) -> None:
-        """End the tasks whose time or budget is over.
+    async def look_at_deadlines(self) -> None:
+        """End the tasks whose time is over. Waits for no node.
+
+        Raises:
+            StoreUnavailable: not now.
+        """
+        now = time.time()
+        for task in await rows.limited_tasks(self._store):
+            if task.deadline_at is not None and task.deadline_at <= now:
+                await self._end(task, EndReason.TASK_DEADLINE)
+
+    async def look_at_budgets(self) -> None:
+        """End the tasks whose budget is used up.
 
         Raises:
             StoreUnavailable: not now.
         """
         for task in await rows.limited_tasks(self._store):
-            reason = await self._why_over(task)
-            if reason is not None:
-                await self._tasks.begin(task.project_id, task.task_id, "kill", kill_params(reason))
+            if task.cpu_seconds_max is None:
+                continue
+            await self._tasks.refresh_usage(task.project_id, task.task_id)
+            used = await self._tasks.used(task)
+            if used.cpu_seconds >= task.cpu_seconds_max:
+                await self._end(task, EndReason.TASK_BUDGET)
 
-    async def _why_over(self, task: Task) -> EndReason | None:
-        if task.deadline_at is not None and task.deadline_at <= time.time():
-            return EndReason.TASK_DEADLINE
-        if task.cpu_seconds_max is None:
-            return None
-        await self._tasks.refresh_usage(task.project_id, task.task_id)
-        used = await self._tasks.used(task)
-        return EndReason.TASK_BUDGET if used.cpu_seconds >= task.cpu_seconds_max else None
+    async def _end(self, task: Task, reason: EndReason) -> None:
+        await self._tasks.begin(task.project_id, task.task_id, "kill", kill_params(reason))
 
     async def end_the_rest(self) -> None:
         """End what is left of tasks that have ended: its node was away, and may be back.
@@ -90,9 +102,12 @@ class TaskKeeper:
         Raises:
             StoreUnavailable: not now.
         """
-        for task in await rows.ended_with_living(self._store):
+        left = await rows.ended_with_living(self._store)
+        if left:
+            await self._prune_operations(RESTS_KEPT_S, rests_only=True)
+        for task in left:
             params = kill_params(task.end_reason or EndReason.KILLED)
-            await self._tasks.begin(task.project_id, task.task_id, "kill", params)
+            await self._tasks.begin(task.project_id, task.task_id, "kill", params, rest=True)
 
     async def meter_all(self) -> None:
         """Read what every sandbox has used, so that a lost node takes little of it along.
@@ -108,13 +123,16 @@ class TaskKeeper:
         Raises:
             StoreUnavailable: not now.
         """
-        now = time.time()
+        await self._prune_operations(OPERATIONS_KEPT_S)
+        await rows.prune_tasks(self._store, unused_since=time.time() - ENDED_RECORDS_KEPT_S)
+
+    async def _prune_operations(self, kept_s: float, *, rests_only: bool = False) -> None:
+        finished_before = time.time() - kept_s
         removed = operation_rows.PRUNE_BATCH
         while removed >= operation_rows.PRUNE_BATCH:
             removed = await operation_rows.prune_operations(
-                self._store, finished_before=now - OPERATIONS_KEPT_S
+                self._store, finished_before=finished_before, rests_only=rests_only
             )
-        await rows.prune_tasks(self._store, unused_since=now - ENDED_RECORDS_KEPT_S)
 
 
 async def _repeat(what: Callable[[], Awaitable[None]], every_s: float) -> None:
@@ -126,4 +144,5 @@ async def _repeat(what: Callable[[], Awaitable[None]], every_s: float) -> None:
             log.warning("tasks not looked after", why=exc.message)
         except Exception:
             log.exception("tasks not looked after")
-        await asyncio.sleep(max(every_s, BUSY_SHARE * (time.monotonic() - began)))
+        busy_s = min(BUSY_SHARE * (time.monotonic() - began), BUSY_PAUSE_S_MAX)
+        await asyncio.sleep(max(every_s, busy_s))

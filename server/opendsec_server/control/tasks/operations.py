@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
@@ -59,6 +60,8 @@ class Operations:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._places: dict[str, tuple[str, str]] = {}
         """Project and task of each that runs."""
+        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """Of projects and tasks whose operations begin."""
         self._changed: dict[str, asyncio.Event] = {}
         self._looker: asyncio.Task[None] | None = None
         self._stopped = False
@@ -91,11 +94,14 @@ class Operations:
         """
         now = time.time()
         wanted = _leased(wanted, self._owner, now)
-        operation, new = await rows.begin_operation(self._store, wanted, now=now)
-        if new:
-            await self._end_others(operation)
-        if operation.owner == self._owner and operation.finished_at is None:
-            self._spawn(operation)
+        place = (wanted.project_id, wanted.task_id)
+        # One after the other: or one that was superseded meanwhile would end its successor.
+        async with self._locks.setdefault(place, asyncio.Lock()):
+            operation, new = await rows.begin_operation(self._store, wanted, now=now)
+            if new:
+                await self._end_others(operation)
+            if operation.owner == self._owner and operation.finished_at is None:
+                self._spawn(operation)
         return operation, new
 
     async def follow(
@@ -149,7 +155,12 @@ class Operations:
     async def _claim(self, *, alone: bool) -> None:
         now = time.time()
         for operation in await rows.claim_operations(
-            self._store, self._owner, now=now, lease_until=now + LEASE_S, alone=alone
+            self._store,
+            self._owner,
+            held=tuple(self._running),
+            now=now,
+            lease_until=now + LEASE_S,
+            alone=alone,
         ):
             log.info(
                 "operation on a task goes on",

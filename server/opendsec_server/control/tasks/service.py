@@ -220,11 +220,14 @@ class Tasks:
         params: OperationParams,
         *,
         key: str | None = None,
+        rest: bool = False,
     ) -> tuple[TaskOperation, bool]:
-        """``operate`` of the server itself: at a deadline, or when a budget is used up."""
+        """``operate`` of the server itself: at a deadline, or when a budget is used up. ``rest``:
+        it is repeated until nothing is left, and not kept for long."""
+        prefix = operation_rows.REST_PREFIX if rest else "o"
         operation, new = await self._operations.begin(
             TaskOperation(
-                operation_id=f"o{random_chars(19)}",
+                operation_id=f"{prefix}{random_chars(19)}",
                 project_id=project_id,
                 task_id=task_id,
                 kind=kind,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,8 @@ from opendsec_server.contract.states import EndReason, State
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.services import Services
-from opendsec_server.control.tasks import TaskLimits
+from opendsec_server.control.tasks import TaskLimits, keeper, operations, work
+from opendsec_server.control.tasks.operations import Operations
 from opendsec_server.store.task_operations import OperationParams, TaskItem, TaskOperation
 
 from .conftest import first_caller
@@ -216,6 +218,71 @@ async def test_the_same_operation_is_joined_and_another_takes_its_place(
     assert await counts(services, caller) == {"running": 30}
 
 
+async def test_one_that_is_superseded_while_it_begins_does_nothing(
+    services: Services, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await create(services, caller, 3)
+    begun, gate = asyncio.Event(), asyncio.Event()
+    end_others = Operations._end_others
+
+    async def late(self: Operations, operation: TaskOperation) -> None:
+        if operation.kind == "pause":
+            begun.set()
+            await gate.wait()
+        await end_others(self, operation)
+
+    monkeypatch.setattr(Operations, "_end_others", late)
+    pausing = asyncio.create_task(services.tasks.operate(caller, TASK, "pause", PAUSE))
+    await begun.wait()
+    resuming = asyncio.create_task(
+        services.tasks.operate(caller, TASK, "resume", OperationParams())
+    )
+    await asyncio.sleep(0.2)
+    gate.set()
+    first, _ = await pausing
+    last, _ = await resuming
+    await end_of(services, first)
+    last, _ = await end_of(services, last)
+    assert (last.done, last.failed) == (3, 0)
+    assert await counts(services, caller) == {"running": 3}
+
+
+async def test_one_that_was_recorded_and_not_begun_is_taken_up(
+    services: Services, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await create(services, caller, 2)
+    monkeypatch.setattr(operations, "LEASE_S", -1.0)
+    with monkeypatch.context() as patch:
+        # Its caller went away between its record and its work.
+        patch.setattr(Operations, "_spawn", lambda *_: None)
+        operation, _ = await services.tasks.operate(caller, TASK, "pause", PAUSE)
+    await services.task_keeper._operations._claim(alone=False)
+    operation, _ = await end_of(services, operation)
+    assert operation.done == 2
+
+
+async def test_what_ends_the_rest_of_a_task_is_not_kept_for_long(
+    services: Services, caller: Caller, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "TRIES", 1)
+    await create(services, caller, 1)
+    node.unreachable = NodeUnavailable("away")
+    first, _ = await operate(services, caller, "kill", OperationParams())
+    assert first.failed == 1
+    now = time.time()
+    for round_ in range(1, 6):
+        monkeypatch.setattr(time, "time", lambda at=now + 200 * round_: at)
+        await services.task_keeper.end_the_rest()
+        newest = (await services.tasks.operations(caller, TASK))[0]
+        await end_of(services, newest)
+    kept = await services.tasks.operations(caller, TASK)
+    assert len(kept) == 3
+    assert kept[-1].operation_id == first.operation_id
+    node.unreachable = None
+    await services.task_keeper.end_the_rest()
+    await until(lambda: _no_live(services, caller))
+
+
 async def test_a_key_is_one_operation(services: Services, caller: Caller) -> None:
     await create(services, caller, 2)
     first, _ = await services.tasks.operate(caller, TASK, "kill", OperationParams(), key="k")
@@ -305,17 +372,56 @@ async def test_a_deadline_ends_a_task_with_its_reason(
     deadline_at = time.time() + 600
     await services.tasks.make(caller, TASK, TaskLimits(deadline_at=deadline_at))
     names = await create(services, caller, 2)
-    await services.task_keeper.look_at_limits()
+    await services.task_keeper.look_at_deadlines()
     assert await counts(services, caller) == {"running": 2}
     monkeypatch.setattr(time, "time", lambda: deadline_at + 1)
     with pytest.raises(TaskEnded):
         await create(services, caller, 1)
-    await services.task_keeper.look_at_limits()
+    await services.task_keeper.look_at_deadlines()
     await until(lambda: _no_live(services, caller))
     view = await services.tasks.get(caller, TASK)
     assert (view.task.state, view.task.end_reason) == ("ended", EndReason.TASK_DEADLINE)
     assert node.statuses[names[0]].reason is EndReason.TASK_DEADLINE
     assert {(c.reason, c.fault) for c in view.counts} == {("task_deadline", None)}
+
+
+async def test_a_deadline_does_not_wait_for_readings_of_use(
+    services: Services, caller: Caller, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(_names: object) -> dict[str, SandboxUsage]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(node, "usage", hang)
+    await services.tasks.make(caller, "budget", TaskLimits(cpu_seconds_max=1))
+    await create(services, caller, 1, "budget")
+    await services.tasks.make(caller, TASK, TaskLimits(deadline_at=time.time() + 0.3))
+    await create(services, caller, 1)
+
+    async def ended() -> bool:
+        found = await services.tasks._task(caller, TASK)
+        return found.end_reason is EndReason.TASK_DEADLINE
+
+    await until(ended)
+
+
+async def test_looking_that_waited_long_comes_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    ticks = iter([0.0, 600.0])
+    over = asyncio.CancelledError
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        raise over
+
+    async def nothing() -> None:
+        pass
+
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(keeper, "asyncio", SimpleNamespace(sleep=sleep))
+    with pytest.raises(over):
+        await keeper._repeat(nothing, 1.0)
+    assert slept == [keeper.BUSY_PAUSE_S_MAX]
 
 
 async def test_a_budget_of_cpu_seconds_ends_a_task(
@@ -324,13 +430,13 @@ async def test_a_budget_of_cpu_seconds_ends_a_task(
     await services.tasks.make(caller, TASK, TaskLimits(cpu_seconds_max=10))
     names = await create(services, caller, 2)
     node.used[names[0]] = SandboxUsage(cpu_seconds=9, egress_bytes=7, at=time.time())
-    await services.task_keeper.look_at_limits()
+    await services.task_keeper.look_at_budgets()
     view = await services.tasks.get(caller, TASK)
     assert (view.task.state, view.usage.cpu_seconds, view.usage.egress_bytes) == ("open", 9, 7)
     # What an ended one used counts on.
     await services.lifecycle.kill(caller, names[0])
     node.used[names[1]] = SandboxUsage(cpu_seconds=1.5, at=time.time())
-    await services.task_keeper.look_at_limits()
+    await services.task_keeper.look_at_budgets()
     await until(lambda: _no_live(services, caller))
     view = await services.tasks.get(caller, TASK)
     assert view.task.end_reason is EndReason.TASK_BUDGET
