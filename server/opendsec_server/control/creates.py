@@ -419,14 +419,16 @@ class Creates:
         return self._placed(fresh, only=None if record.snapshot_id is None else record.node_id)
 
     async def _moved(
-        self, record: SandboxRecord, refused_by: Collection[str]
+        self, record: SandboxRecord, refused_by: Collection[str], flying: contextlib.ExitStack
     ) -> SandboxRecord | None:
-        """The record of a sandbox of which nothing was made, on another node. None: there is none
-        that may be asked."""
+        """The record of a sandbox of which nothing was made, on another node; its id flies in the
+        stack. None: there is none that may be asked."""
         if record.snapshot_id is not None or len(refused_by) >= NODES_TRIED_MAX:
             return None
         try:
             moved = self._placed(record, avoid=refused_by)
+            # Before it is in the store: a comparison must not find it left alone there.
+            flying.enter_context(self.flying(moved.sandbox_id))
             if not await move_create(self._store, record.sandbox_id, moved):
                 return None
         except OpendsecError:
@@ -494,7 +496,12 @@ class Creates:
         # It moved on before we came to note that it ran.
         return await get_sandbox(self._store, made.sandbox_id) or made
 
-    async def start(self, record: SandboxRecord, refused_by: Collection[str] = ()) -> Started:
+    async def start(
+        self,
+        record: SandboxRecord,
+        refused_by: Collection[str] = (),
+        flying: contextlib.ExitStack | None = None,
+    ) -> Started:
         """Have the node make a sandbox whose record is in the store. Idempotent by its id.
 
         When the node has no room or cannot be reached, the record moves to another one, with
@@ -503,6 +510,7 @@ class Creates:
         Args:
             record: What to make.
             refused_by: Nodes that are not asked again.
+            flying: Where ids that it gets later fly on after this call. None: they do not.
 
         Raises:
             NodeFull, SandboxStartFailed, StartTimeout, StateConflict, …: nothing runs.
@@ -515,7 +523,8 @@ class Creates:
             outcome = "ok"
         except (NodeFull, NodeNotReached) as exc:
             outcome = exc.code
-            return await self._start_elsewhere(record, exc, (*refused_by, record.node_id))
+            tried = (*refused_by, record.node_id)
+            return await self._start_elsewhere(record, exc, tried, flying)
         except (NodeUnavailable, asyncio.CancelledError):
             self._unsettled.add(record.sandbox_id)
             raise
@@ -560,14 +569,18 @@ class Creates:
         return Started(record=made, changes=changes)
 
     async def _start_elsewhere(
-        self, record: SandboxRecord, refusal: OpendsecError, refused_by: Collection[str]
+        self,
+        record: SandboxRecord,
+        refusal: OpendsecError,
+        refused_by: Collection[str],
+        flying: contextlib.ExitStack | None,
     ) -> Started:
-        moved = await self._moved(record, refused_by)
-        if moved is None:
-            raise refusal
-        with self.flying(moved.sandbox_id):
+        with contextlib.ExitStack() as own:
+            moved = await self._moved(record, refused_by, own if flying is None else flying)
+            if moved is None:
+                raise refusal
             try:
-                return await self.start(moved, refused_by)
+                return await self.start(moved, refused_by, flying)
             except OpendsecError as exc:
                 # Who called knows the first id only.
                 if moved.sandbox_id not in self._unsettled:

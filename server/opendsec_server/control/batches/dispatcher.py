@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -350,8 +350,8 @@ class Dispatcher:
         flying: contextlib.ExitStack,
     ) -> None:
         """Make the sandbox of an item whose place on the node is held."""
-        with flying:
-            await self._see_through(running, index, record)
+        with self._counted(running), flying:
+            await self._see_through(running, index, record, flying)
 
     async def _again(
         self,
@@ -361,12 +361,12 @@ class Dispatcher:
         flying: contextlib.ExitStack,
     ) -> None:
         """Go on with an item that an earlier process had begun."""
-        with flying:
+        with self._counted(running), flying:
             await self._slots.acquire(record.node_id)
             flying.callback(self._slots.release, record.node_id)
             if record.state in (State.PENDING, State.STARTING):
                 record = await self._unaged(record)
-                await self._see_through(running, index, record, cut_off=flying)
+                await self._see_through(running, index, record, flying, cut_off=True)
                 return
             error = None
             if record.state is State.FAILED:
@@ -379,8 +379,9 @@ class Dispatcher:
         running: RunningBatch,
         index: int,
         record: SandboxRecord,
+        flying: contextlib.ExitStack,
         *,
-        cut_off: contextlib.ExitStack | None = None,
+        cut_off: bool = False,
     ) -> None:
         """Make a sandbox and note the outcome.
 
@@ -388,36 +389,57 @@ class Dispatcher:
             running: The batch.
             index: The item.
             record: Its sandbox.
+            flying: Where the ids fly that it gets later.
             cut_off: An earlier attempt was cut off by the end of a process, which may have taken
-                the start with it; then there is another, whose id flies in this stack.
+                the start with it; then there is another.
         """
+        first = record
         try:
             try:
-                started = await self._made(running, index, record)
+                started = await self._made(running, index, record, flying)
             except PlatformError as exc:
                 another = None
-                if cut_off is not None and exc.retryable and not isinstance(exc, NodeUnavailable):
-                    another = await self._another(record, cut_off)
+                if cut_off and exc.retryable and not isinstance(exc, NodeUnavailable):
+                    another = await self._another(record, flying)
                 if another is None:
                     raise
                 record = another
-                started = await self._made(running, index, record)
+                started = await self._made(running, index, record, flying)
         except OpendsecError as exc:
+            record = await self._as_it_is(running, index, record)
             log.warning(
                 "create failed", sandbox_id=record.sandbox_id, code=exc.code, message=exc.message
             )
             # Also if its outcome is not known: a node removes what has a record that ended.
             await self._note(running, index, [failure(record, exc, "create")], exc.to_dict())
+            self._creates.given_up(first)
             self._creates.given_up(record)
             return
         await self._note(running, index, started.changes, None)
         self._creates.recorded(started.record)
 
-    async def _made(self, running: RunningBatch, index: int, record: SandboxRecord) -> Started:
+    async def _as_it_is(
+        self, running: RunningBatch, index: int, record: SandboxRecord
+    ) -> SandboxRecord:
+        """The record whose end is to be noted: that of the node to which the create went last."""
+        while True:
+            try:
+                return await rows.begun_record(self._store, running.batch_id, index) or record
+            except StoreUnavailable as exc:
+                log.warning("batches wait for the store", why=exc.message)
+                await asyncio.sleep(STORE_RETRY_S)
+
+    async def _made(
+        self,
+        running: RunningBatch,
+        index: int,
+        record: SandboxRecord,
+        flying: contextlib.ExitStack,
+    ) -> Started:
         pauses = iter(UNKNOWN_RETRY_S)
         while True:
             try:
-                return await self._creates.start(record)
+                return await self._creates.start(record, flying=flying)
             except NodeUnavailable:
                 pause_s = next(pauses, None)
                 if pause_s is None:
@@ -426,6 +448,9 @@ class Dispatcher:
             with contextlib.suppress(StoreUnavailable):
                 now = await rows.begun_record(self._store, running.batch_id, index)
                 record = now or record
+                if not self._creates.in_flight(record.sandbox_id):
+                    # Another process let it go to another node.
+                    flying.enter_context(self._creates.flying(record.sandbox_id))
 
     async def _another(
         self, record: SandboxRecord, flying: contextlib.ExitStack
@@ -459,6 +484,22 @@ class Dispatcher:
     ) -> None:
         outcome = Outcome(batch_id=running.batch_id, index=index, error=error)
         await self._writer.note(changes, outcome)
+
+    @contextlib.contextmanager
+    def _counted(self, running: RunningBatch) -> Iterator[None]:
+        """An item that is open until its outcome is noted, or a defect ends the work on it: then it
+        is found in the store again, once nothing else is open."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            # This process ends, and holds the batch until it says so.
+            raise
+        except BaseException:
+            self._one_less(running)
+            raise
+        self._one_less(running)
+
+    def _one_less(self, running: RunningBatch) -> None:
         running.open -= 1
         self._look_whether_over(running)
 

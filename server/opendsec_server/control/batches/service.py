@@ -114,6 +114,9 @@ class Batches:
         self._keeping: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._pruned_at = time.monotonic()
+        self._unreadable: set[str] = set()
+        """Batches of which this process can make nothing: it leaves them alone."""
+        self._stopped = False
 
     async def start(self) -> None:
         """Go on with the batches of this place's earlier process. Call it before what is left
@@ -124,7 +127,10 @@ class Batches:
         self._keeping = asyncio.create_task(self._keep(), name="batches-keep")
 
     async def stop(self) -> None:
-        """Let nothing more begin; the next process goes on."""
+        """Let nothing more begin; the next process goes on. Harmless when it has stopped."""
+        if self._stopped:
+            return
+        self._stopped = True
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -183,7 +189,9 @@ class Batches:
         if batch_id != batch.batch_id:
             return await self.get(caller, batch_id)
         log.info("batch asked for", batch_id=batch_id, count=params.count)
-        self._queue.add(self._running(batch, params, caller))
+        if batch_id not in self._queue.batches:
+            # Else it was found in the store before we were told that it is there.
+            self._queue.add(self._running(batch, params, caller))
         return batch
 
     async def get(self, caller: Caller, batch_id: str) -> Batch:
@@ -297,7 +305,7 @@ class Batches:
         return await rows.claim_batches(
             self._store,
             self._owner,
-            held=list(self._queue.batches),
+            held=[*self._queue.batches, *self._unreadable],
             seat=seat,
             now=now,
             lease_until=now + LEASE_S,
@@ -305,19 +313,32 @@ class Batches:
 
     async def _take(self, claimed: Sequence[Batch]) -> None:
         for batch in claimed:
-            project = await rows.project_of(self._store, batch)
-            if project is None:
-                continue
-            caller = Caller(project=project, key_id="")
-            running = self._running(batch, BatchParams.unpack(batch.params), caller)
-            begun = await rows.begun_items(self._store, batch.batch_id)
-            log.info(
-                "batch taken over",
-                batch_id=batch.batch_id,
-                begun=len(begun),
-                waiting=running.waiting,
-            )
-            self._queue.add(running, begun)
+            try:
+                await self._take_one(batch)
+            except StoreUnavailable:
+                raise
+            except Exception:
+                # The others must not wait for it.
+                log.exception("batch cannot be taken over", batch_id=batch.batch_id)
+                self._unreadable.add(batch.batch_id)
+
+    async def _take_one(self, batch: Batch) -> None:
+        project = await rows.project_of(self._store, batch)
+        if project is None:
+            return
+        caller = Caller(project=project, key_id="")
+        running = self._running(batch, BatchParams.unpack(batch.params), caller)
+        begun = await rows.begun_items(self._store, batch.batch_id)
+        if batch.batch_id in self._queue.batches:
+            # It was asked for here while it was looked for, and is at work.
+            return
+        log.info(
+            "batch taken over",
+            batch_id=batch.batch_id,
+            begun=len(begun),
+            waiting=running.waiting,
+        )
+        self._queue.add(running, begun)
 
     async def _keep(self) -> None:
         """Keep own leases, and take over what others have left."""

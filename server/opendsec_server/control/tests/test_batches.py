@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import time
+from collections.abc import AsyncIterator
+from unittest.mock import AsyncMock
 
 import pytest
 import sqlalchemy as sa
@@ -21,13 +25,13 @@ from opendsec_server.contract.errors import (
 from opendsec_server.contract.states import TERMINAL, State
 from opendsec_server.control.batches import BatchParams, dispatcher
 from opendsec_server.control.iam import Caller
-from opendsec_server.control.nodes import NodeNotReached
+from opendsec_server.control.nodes import Fleet, NodeNotReached, NodeSource
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.services import Services
 from opendsec_server.store.sandboxes import get_sandbox
-from opendsec_server.store.tables import PROJECTS
+from opendsec_server.store.tables import BATCHES, PROJECTS
 
-from .batch_kit import check, crash, many, outcomes
+from .batch_kit import STUCK_S, check, crash, many, outcomes
 from .conftest import first_caller
 from .fake_node import FakeNode
 from .store_faults import broken_store
@@ -160,11 +164,14 @@ async def test_items_wait_only_as_long_as_was_said(
     services: Services, node: FakeNode, caller: Caller
 ) -> None:
     node.gate = asyncio.Event()
-    asked = await services.batches.create(caller, many(50, wait_s=1), key=None)
+    asked = await services.batches.create(caller, many(50, wait_s=60), key=None)
     await node.admitted.wait()
-    await asyncio.sleep(1.1)
+    running = services.batches._queue.batches[asked.batch_id]
+    running.begin_until = asyncio.get_running_loop().time()
     services.batches._queue.wake()
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(STUCK_S):
+        while running.waiting:
+            await asyncio.sleep(0.01)
     node.gate.set()
     batch, items = await outcomes(services, caller, asked.batch_id)
     check(batch, items, node)
@@ -316,3 +323,104 @@ async def test_items_wait_while_no_node_can_be_reached(
     batch, items = await outcomes(services, caller, asked.batch_id)
     check(batch, items, node)
     assert batch.made == 10
+
+
+@contextlib.asynccontextmanager
+async def one_full_of_two(config: Config) -> AsyncIterator[tuple[Services, FakeNode, Caller]]:
+    """A server over two nodes, of which the first refuses everything; the second one."""
+    full, other = FakeNode(node_id="n0de"), FakeNode(node_id="n1de")
+    full.fail_with = NodeFull("full")
+    sources = [NodeSource(name=node.node_id, client=node) for node in (full, other)]
+    services = await Services.start(config, Fleet(sources, rng=random.Random(1)))
+    try:
+        yield services, other, await first_caller(services)
+    finally:
+        await services.stop()
+
+
+async def test_what_is_given_up_on_a_second_node_does_not_live_on(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "UNKNOWN_RETRY_S", (0.01, 0.01))
+    async with one_full_of_two(config) as (services, other, caller):
+        other.fail_after = NodeUnavailable("broken pipe")
+        asked = await services.batches.create(caller, many(8), key=None)
+        batch, items = await outcomes(services, caller, asked.batch_id)
+        assert batch.failed == 8 and other.created == 8
+        other.fail_after = None
+        await services.watcher.reconcile()
+        check(batch, items, other)
+        records = [await get_sandbox(services.store, name) for name in other.statuses]
+        assert {record and record.state for record in records} == {State.FAILED}
+        assert not services.creates._unsettled and not services.creates._in_flight
+
+
+async def test_a_comparison_leaves_a_create_on_a_second_node_alone(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "UNKNOWN_RETRY_S", (0.1,) * 50)
+    async with one_full_of_two(config) as (services, other, caller):
+        other.fail_with = NodeUnavailable("broken pipe")
+        asked = await services.batches.create(caller, many(8), key=None)
+        await asyncio.sleep(0.3)
+        await services.watcher.reconcile()
+        other.fail_with = None
+        batch, items = await outcomes(services, caller, asked.batch_id)
+        check(batch, items, other)
+        records = [await get_sandbox(services.store, name) for name in other.statuses]
+        assert batch.made == 8 and {r and r.state for r in records} == {State.RUNNING}
+
+
+async def test_a_batch_that_cannot_be_read_holds_up_no_other(
+    config: Config, node: FakeNode, services: Services, caller: Caller
+) -> None:
+    node.gate = asyncio.Event()
+    bad = await services.batches.create(caller, many(10), key=None)
+    good = await services.batches.create(caller, many(10), key=None)
+    await node.admitted.wait()
+    damage = sa.update(BATCHES).where(BATCHES.c.batch_id == bad.batch_id).values(params="{}")
+    await services.store.write(lambda c: c.execute(damage) and None)
+    await crash(services)
+    node.gate.set()
+    again = await Services.start(config, node)
+    try:
+        batch, _ = await outcomes(again, await first_caller(again), good.batch_id)
+        assert batch.made == 10
+        assert not await again.batches._claim(None), "it is not tried for ever"
+    finally:
+        await again.stop()
+        await again.batches.stop()
+
+
+async def test_a_batch_that_is_at_work_is_not_taken_over_from_itself(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    node.gate = asyncio.Event()
+    asked = await services.batches.create(caller, many(30), key=None)
+    await node.admitted.wait()
+    running = services.batches._queue.batches[asked.batch_id]
+    # As if it had been claimed between its insert and the answer to that.
+    await services.batches._take([asked])
+    assert services.batches._queue.batches[asked.batch_id] is running
+    node.gate.set()
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.made == node.created == 30
+
+
+async def test_an_item_left_by_a_defect_is_taken_up_again(
+    services: Services, node: FakeNode, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.gate = asyncio.Event()
+    asked = await services.batches.create(caller, many(3), key=None)
+    await node.admitted.wait()
+    with monkeypatch.context() as broken:
+        broken.setattr(services.batches._writer._ledger, "apply", AsyncMock(side_effect=KeyError))
+        node.gate.set()
+        async with asyncio.timeout(STUCK_S):
+            while services.batches._queue.batches:
+                await asyncio.sleep(0.01)
+    await services.batches._take(await services.batches._claim(None))
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    assert batch.made == node.created == 3
