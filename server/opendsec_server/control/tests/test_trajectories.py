@@ -411,6 +411,48 @@ async def test_fast_forward_from_a_snapshot_and_from_nothing(
         await forward(fresh, through="nothing")
 
 
+async def test_fast_forwards_at_once_are_one(
+    services: Services, caller: Caller, node: FakeNode
+) -> None:
+    box = await make(services, caller)
+    await services.trajectories.act(caller, box, run("a", "append /n 1"), wait_s=10)
+    target = await make(services, caller)
+
+    async def forward() -> list[str]:
+        lines = await services.trajectories.fast_forward(caller, target, source_id=box)
+        return [line.how async for line in lines]
+
+    async with asyncio.timeout(10):
+        assert await asyncio.gather(*(forward() for _ in range(4))) == [["ran"]] * 4
+    assert node.contents[target].disk["/n"] == "1"
+    assert services.trajectories._forwarding == {}
+    assert len(node.begun) == 2
+
+
+async def test_an_action_that_nobody_does_anything_about_is_found_out_about(
+    services: Services, caller: Caller, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = await make(services, caller)
+    params = run("a", "append /n x")
+
+    class Gone(Exception):
+        pass
+
+    def go(*_: object) -> None:
+        raise Gone
+
+    with monkeypatch.context() as patch:
+        # The caller goes away between the record and the work.
+        patch.setattr(services.trajectories._runner, "run", go)
+        with pytest.raises(Gone):
+            await services.trajectories.act(caller, box, params, wait_s=10)
+    assert (await services.trajectories.get(caller, box, "a", wait_s=0.5)).state == "running"
+    monkeypatch.setattr(service, "ORPHAN_S", 0.0)
+    assert (await services.trajectories.get(caller, box, "a", wait_s=10)).state == "not_run"
+    again = await services.trajectories.act(caller, box, params, wait_s=10)
+    assert (again.action.state, again.action.attempt) == ("done", 2)
+
+
 async def test_fast_forward_does_not_guess(
     services: Services, caller: Caller, node: FakeNode
 ) -> None:

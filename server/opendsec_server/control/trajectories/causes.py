@@ -97,11 +97,6 @@ def of_error(error: OpendsecError) -> Verdict:
     )
 
 
-def of_end(record: SandboxRecord) -> Verdict:
-    """Of an action whose sandbox ended while it ran."""
-    return of_error(end_of(record))
-
-
 def end_of(record: SandboxRecord) -> OpendsecError:
     """What the end of a sandbox means for whoever wants to use it: it tells ours from others'."""
     reason = record.end_reason

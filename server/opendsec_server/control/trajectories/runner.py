@@ -354,14 +354,6 @@ class Runner:
                 await self._node.forget_kept(ended.sandbox_id, tag_of(ended))
         return ended
 
-    async def rule_out(self, action: Action) -> KeptProgram:
-        """Make sure that a program which did not begin never will.
-
-        Raises:
-            As ``NodeClient.kept``.
-        """
-        return await self._node.kept(action.sandbox_id, tag_of(action), void=True)
-
 
 def _ending_of(action: Action, params: ActionParams, program: KeptProgram) -> Ending | None:
     """None: it runs."""

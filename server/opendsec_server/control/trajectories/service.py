@@ -54,6 +54,9 @@ log = structlog.get_logger(__name__)
 EXPORT_PAGE = 200
 POLL_S = 0.25
 """Between looks at an action that another process runs."""
+ORPHAN_S = 60.0
+"""An action that runs for longer, and that this process does nothing about, may be nobody's: its
+process has died, or it was recorded and its caller went away. So it is found out about here."""
 
 
 class Acted(msgspec.Struct, kw_only=True, frozen=True):
@@ -255,7 +258,17 @@ class Trajectories:
             raise
         return program.instance, program.oom_total
 
+    def _orphaned(self, action: Action) -> bool:
+        return (
+            action.state == "running"
+            and self._runner.at_work(action) is None
+            and time.time() - action.recorded_at > ORPHAN_S
+        )
+
     async def _wait(self, action: Action, wait_s: float) -> Action:
+        # What became of a snapshot is found out in a caller's name only, see ``resolve``.
+        if self._orphaned(action) and action.kind != "snapshot":
+            self._runner.settle(action)
         deadline = time.monotonic() + wait_s
         while action.state == "running" and (left_s := deadline - time.monotonic()) > 0:
             task = self._runner.at_work(action)
@@ -310,7 +323,11 @@ class Trajectories:
             StateConflict: it is known what became of it, and it was not that; or it runs.
         """
         action = await self.get(caller, sandbox_id, action_id)
-        if action.state in rows.OPEN and not (action.state == "running" and state is None):
+        if (
+            action.state == "unknown"
+            or (action.state == "running" and state is not None)
+            or self._orphaned(action)
+        ):
             task = self._runner.settle(action, caller=caller, patience_s=RESOLVE_PATIENCE_S)
             done, _ = await asyncio.wait({task}, timeout=2 * RESOLVE_PATIENCE_S)
             if done and not task.cancelled() and task.exception() is None:
@@ -456,17 +473,25 @@ class Trajectories:
         if target.terminal:
             raise causes.end_of(target)
         key = (source_id, through, holds, of_unknown)
-        at_work = self._forwarding.get(sandbox_id)
+        at_work = self._forward_at_work(sandbox_id, key)
         if at_work is not None:
-            if at_work.key != key:
-                raise ActionInProgress("another fast-forward of this sandbox is at work")
             return at_work.read()
         actions = [action async for action in self._all_of_sandbox(source_id)]
         place = await self._place(target, source_id, actions, holds)
         steps = forward.plan(actions, holds=place, through=through, of_unknown=of_unknown)
+        # Another call may have been quicker while the log was read.
+        at_work = self._forward_at_work(sandbox_id, key)
+        if at_work is not None:
+            return at_work.read()
         at_work = self._forwarding[sandbox_id] = _Forwarding(key)
         self._forwards.spawn(self._forward(caller, target, steps, at_work))
         return at_work.read()
+
+    def _forward_at_work(self, sandbox_id: str, key: tuple[object, ...]) -> _Forwarding | None:
+        at_work = self._forwarding.get(sandbox_id)
+        if at_work is not None and at_work.key != key:
+            raise ActionInProgress("another fast-forward of this sandbox is at work")
+        return at_work
 
     async def _place(
         self, target: SandboxRecord, source_id: str, actions: list[Action], holds: str | None
@@ -522,8 +547,9 @@ class Trajectories:
             to.error = Internal("a defect; it is in the server's log")
         finally:
             to.over = True
-            del self._forwarding[target.sandbox_id]
             to.tell()
+            if self._forwarding.get(target.sandbox_id) is to:
+                del self._forwarding[target.sandbox_id]
 
     async def _copy(self, target: SandboxRecord, source: Action) -> Action:
         copied = await rows.copy_action(
