@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -401,7 +402,7 @@ class AsyncTrajectories:
     ) -> Sequence[AsyncSandbox | OpendsecError]:
         """Sandboxes that go on from a snapshot in a log: made from it, with the log up to it.
 
-        Each succeeds or fails for itself: look at each.
+        Each succeeds or fails for itself: look at each. One that failed is killed.
 
         Args:
             source: Id of the sandbox whose log it is; it may have ended.
@@ -424,10 +425,17 @@ class AsyncTrajectories:
                 sandbox = await self._client.create(
                     snapshot_id, timeout_s=timeout_s, task_id=task_id, metadata=metadata
                 )
+            except OpendsecError as error:
+                made.append(error)
+                continue
+            try:
                 async for _step in sandbox.actions.fast_forward(source, through=action_id):
                     pass
             except OpendsecError as error:
                 made.append(error)
+                # Nobody else knows of it.
+                with contextlib.suppress(OpendsecError):
+                    await sandbox.kill()
             else:
                 made.append(sandbox)
         return made

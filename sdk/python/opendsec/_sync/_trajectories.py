@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -397,7 +398,7 @@ class Trajectories:
     ) -> Sequence[Sandbox | OpendsecError]:
         """Sandboxes that go on from a snapshot in a log: made from it, with the log up to it.
 
-        Each succeeds or fails for itself: look at each.
+        Each succeeds or fails for itself: look at each. One that failed is killed.
 
         Args:
             source: Id of the sandbox whose log it is; it may have ended.
@@ -420,10 +421,17 @@ class Trajectories:
                 sandbox = self._client.create(
                     snapshot_id, timeout_s=timeout_s, task_id=task_id, metadata=metadata
                 )
+            except OpendsecError as error:
+                made.append(error)
+                continue
+            try:
                 for _step in sandbox.actions.fast_forward(source, through=action_id):
                     pass
             except OpendsecError as error:
                 made.append(error)
+                # Nobody else knows of it.
+                with contextlib.suppress(OpendsecError):
+                    sandbox.kill()
             else:
                 made.append(sandbox)
         return made

@@ -22,7 +22,7 @@ from opendsec import (
 )
 from opendsec._limits import ACTION_WAIT_S
 
-from .fake_server import SANDBOX_ID, Answer, FakeServer, error
+from .fake_server import SANDBOX_ID, Answer, FakeServer, error, sandbox
 from .kits import collect, done
 
 ONE = f"/v1/sandboxes/{SANDBOX_ID}"
@@ -187,6 +187,19 @@ async def test_logs_by_pages_and_lines(client: Any, box: Any, server: FakeServer
         await collect(box.actions.fast_forward("iother"))
     with pytest.raises(InvalidRequest):
         client.trajectories.of("")
+
+
+async def test_a_branch_that_failed_leaves_no_sandbox(client: Any, server: FakeServer) -> None:
+    snapshot = action(kind="snapshot", result={"snapshot_id": "s1"})
+    server.on("GET", "/v1/sandboxes/iother/actions/snap", Answer(200, snapshot))
+    server.on("POST", "/v1/sandboxes", Answer(201, sandbox()))
+    failed = {"failed": error("action_unknown", fault="platform")["error"]}
+    server.on("POST", f"{ONE}/fast-forward", lines(failed), lines({"done": {}}))
+    server.on("DELETE", ONE, Answer(503, error("node_unavailable")), Answer(204))
+    first, second = await done(client.trajectories.branch("iother", "snap", 2))
+    assert isinstance(first, ActionUnknown)
+    assert second.sandbox_id == SANDBOX_ID
+    assert len(server.of("DELETE", ONE)) >= 1
 
 
 async def test_outcomes(client: Any, server: FakeServer) -> None:
