@@ -427,6 +427,21 @@ async def test_fast_forwards_at_once_are_one(
     assert node.contents[target].disk["/n"] == "1"
     assert services.trajectories._forwarding == {}
     assert len(node.begun) == 2
+    # Two that want different things: one of them is told so.
+    target = await make(services, caller)
+    node.kept_gate = asyncio.Event()
+
+    async def through(action_id: str | None) -> list[str]:
+        lines = await services.trajectories.fast_forward(
+            caller, target, source_id=box, through=action_id
+        )
+        return [line.how async for line in lines]
+
+    calls = {asyncio.create_task(through(None)), asyncio.create_task(through("a"))}
+    refused, going = await asyncio.wait(calls, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    node.kept_gate.set()
+    assert [type(call.exception()) for call in refused] == [ActionInProgress]
+    assert [await call for call in going] == [["ran"]]
 
 
 async def test_an_action_that_nobody_does_anything_about_is_found_out_about(
