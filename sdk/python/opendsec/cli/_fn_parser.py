@@ -49,7 +49,7 @@ def add_fn(commands: Any) -> None:
     )
     _command(pool, "ls", "_functions:pool_ls", "list pools, and what they do now")
     p = _command(pool, "show", "_functions:pool_show", "show a pool")
-    p.add_argument("pool", metavar="POOL")
+    p.add_argument("pool", metavar="POOL", help="its name")
     p = _command(pool, "set", "_functions:pool_set", "make a pool, or change one")
     p.add_argument("pool", metavar="POOL", help="letters, digits and ._-")
     p.add_argument("--template", default="base", help="needs python3 (default: base)")
@@ -67,7 +67,7 @@ def add_fn(commands: Any) -> None:
         help="a worker with nothing to do for so long is ended (default: 120)",
     )  # fmt: skip
     p = _command(pool, "rm", "_functions:pool_rm", "end pools' workers and forget the pools")
-    p.add_argument("pools", metavar="POOL", nargs="+")
+    p.add_argument("pools", metavar="POOL", nargs="+", help="their names")
 
 
 def _call_options(p: argparse.ArgumentParser) -> None:

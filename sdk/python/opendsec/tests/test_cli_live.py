@@ -105,8 +105,12 @@ def test_shell_session(ready: FakeServer, agent: Agent, terminals: contextlib.Ex
     t.expect("24 80")
     t.expect("first-2")
     t.resize(100, 50)
-    t.type("sleep 0.3; stty size\n")
-    t.expect("50 100")
+    # The new size takes its way through the server.
+    t.type(
+        "for i in $(seq 100); do s=$(stty size); [ \"$s\" != '24 80' ] && break; sleep 0.1; done\n"
+    )
+    t.type("echo size $s\n")
+    t.expect("size 50 100")
     # Said by the program itself: an interrupt before it has the terminal goes to bash instead.
     t.type("sh -c 'echo now-$((5 + 5)); exec sleep 100'\n")
     t.expect("now-10")

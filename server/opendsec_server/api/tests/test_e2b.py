@@ -367,7 +367,6 @@ COMES_LATER = [
     ("DELETE", "/volumes/x"),
     ("GET", "/secrets"),
     ("DELETE", "/secrets/x"),
-    ("GET", "/teams"),
 ]
 
 

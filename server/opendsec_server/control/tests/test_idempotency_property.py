@@ -105,8 +105,8 @@ class World:
         for task in (*self.calls, *self.services.creates.attempts.tasks):
             task.cancel()
         await self.collect()
-        await self.services.watcher.stop()
-        await self.services.store.close()
+        # Of what else there is nothing is at work.
+        await self.services.stop()
         # A start that was cut off is finished by the node, which lives on.
         self.gate.set()
 

@@ -294,9 +294,8 @@ class States(RuleBasedStateMachine):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.collect()
-            await services.snapshots.stop()
-            await services.watcher.stop()
-            await services.store.close()
+            # Of what else there is nothing is at work.
+            await services.stop()
             self.services = await Services.start(self.config, self.node)
             self.caller = await first_caller(self.services)
 

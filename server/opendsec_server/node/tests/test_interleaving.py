@@ -274,7 +274,8 @@ async def world(schedule: Schedule, directory: Path, *, memory: bool) -> World:
     )
     paths = NodePaths(directory, directory)
     paths.disk(spec.sandbox_id).mkdir(parents=True)
-    services = SimpleNamespace(pool=pool, paths=paths, snapshots=snapshots)
+    meters = SimpleNamespace(read=lambda _box: None)
+    services = SimpleNamespace(pool=pool, paths=paths, snapshots=snapshots, meters=meters)
     suspend = Suspend(services, lifecycle)  # type: ignore[arg-type]
     lifecycle.time_out, lifecycle.lost_memory = suspend.time_out, suspend.lost_memory
     box = Sandbox(Record(spec=spec, state=State.STARTING, end_at=time.time() + 600))

@@ -223,7 +223,7 @@ async def machines(world: World) -> AsyncIterator[Machines]:
     if not Path("/dev/net/tun").exists():
         pytest.skip("no tun driver")
     instance = "t" + secrets.token_hex(2)[:3]
-    network = f"10.{220 + secrets.randbelow(30)}.{16 * secrets.randbelow(16)}.0/20"
+    network = f"10.{190 + secrets.randbelow(10)}.{16 * secrets.randbelow(16)}.0/20"
     before = Snapshot.take(instance)
     links_before = set(os.listdir("/sys/class/net"))
     was_forwarding = hosttable.forwarding_enabled()
