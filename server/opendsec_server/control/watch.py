@@ -257,8 +257,11 @@ class Watcher:
         await self._note_lost(node_id, why, paused_too=False)
 
     async def _give_up_unreached(self) -> None:
-        """As ``_give_up``, for nodes that only the store knows: dead since before the start, or
-        listed no more."""
+        """As ``_give_up``, for nodes that only the store knows: dead since before the start.
+
+        Where more of them are known than were not reached yet, some are not listed here at all.
+        Perhaps another gateway lists them, and they are well: they are left to an operator.
+        """
         now = time.monotonic()
         known = await sandboxes.nodes_of_live(self._store)
         self._unreached = {
@@ -266,6 +269,10 @@ class Watcher:
             for node_id in known
             if self._node.find(node_id) is None
         }
+        listed = sum(member.node_id is None for member in self._node.members)
+        if len(self._unreached) > listed:
+            log.warning("nodes with live records are not listed", node_ids=sorted(self._unreached))
+            return
         for node_id, since in self._unreached.items():
             await self._give_up(node_id, now - since)
 
