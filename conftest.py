@@ -7,6 +7,7 @@ those that need the one stand-in for the internet, whose addresses a machine can
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,26 @@ TOGETHER = {
 """Folder or file, and the name of the process's share."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Name each test's share."""
+FIRST = "internet"
+"""The share that takes longest: the other processes do the rest meanwhile."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """Name each test's share, and put the longest first."""
     if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        path = item.path.relative_to(ROOT)
-        places = [path.as_posix(), *(parent.as_posix() for parent in path.parents)]
-        share = next((TOGETHER[place] for place in places if place in TOGETHER), places[0])
+        return (yield)
+    shares = {item: _share(item) for item in items}
+    for item, share in shares.items():
         item.add_marker(pytest.mark.xdist_group(share))
+    yield
+    if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
+        items.sort(key=lambda item: shares[item] != FIRST)
+
+
+def _share(item: pytest.Item) -> str:
+    path = item.path.relative_to(ROOT)
+    places = [path.as_posix(), *(parent.as_posix() for parent in path.parents)]
+    return next((TOGETHER[place] for place in places if place in TOGETHER), places[0])
