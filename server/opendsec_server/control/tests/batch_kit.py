@@ -18,7 +18,7 @@ from opendsec_server.store.batches import Batch, Item
 
 from .fake_node import FakeNode
 
-STUCK_S = 30
+STUCK_S = 120
 
 
 def many(count: int, *, wait_s: int = 3_600, common: CreateParams | None = None) -> BatchParams:

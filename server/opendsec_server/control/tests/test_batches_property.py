@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,9 @@ from .conftest import first_caller
 from .fake_node import FakeNode
 from .seed import seeded
 from .store_faults import broken_store
+
+pytestmark = pytest.mark.timeout(600)
+"""Many schedules in one test; each has a limit of its own."""
 
 ITEMS = 14
 

@@ -9,6 +9,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,10 +28,13 @@ from .fake_node import FakeNode
 from .seed import seeded
 from .store_faults import broken_store
 
+pytestmark = pytest.mark.timeout(600)
+"""Many schedules in one test; each has a limit of its own."""
+
 PARAMS = CreateParams(metadata={"run": "1"})
 KEYS = ("k0", "k1", "k2")
 NODES = 3
-STUCK_S = 30
+STUCK_S = 120
 TROUBLES = ("full", "gone", "breaks after", "well")
 
 STEPS = st.lists(

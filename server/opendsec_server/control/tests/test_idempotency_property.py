@@ -8,6 +8,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,10 +29,13 @@ from .fake_node import FakeNode
 from .seed import seeded
 from .store_faults import broken_store
 
+pytestmark = pytest.mark.timeout(600)
+"""Many schedules in one test; each has a limit of its own."""
+
 PARAMS = CreateParams(metadata={"run": "1"})
 OTHER = CreateParams(metadata={"run": "2"})
 
-STUCK_S = 30
+STUCK_S = 120
 """An example that takes longer waits for something that never comes."""
 
 STEPS = st.lists(

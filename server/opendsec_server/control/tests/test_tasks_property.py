@@ -9,6 +9,7 @@ import contextlib
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,9 @@ from opendsec_server.store.task_operations import OperationParams, operations_of
 from .conftest import first_caller
 from .fake_node import FakeNode
 from .seed import seeded
+
+pytestmark = pytest.mark.timeout(600)
+"""Many schedules in one test; each has a limit of its own."""
 
 TASK = "t"
 PAUSE = OperationParams(mode="filesystem")

@@ -26,6 +26,9 @@ from .fake_node import FakeNode
 from .seed import seeded
 from .store_faults import broken_store
 
+pytestmark = pytest.mark.timeout(600)
+"""Many schedules in one test; each has a limit of its own."""
+
 PARAMS = ActionParams(action_id="a", kind="exec", argv=("sh", "-c", "append /n x"))
 STUCK_S = 120
 """An example that takes longer waits for something that never comes."""
