@@ -11,7 +11,7 @@ from opendsec_server.config import Config
 from opendsec_server.contract.errors import NotSupported
 from opendsec_server.contract.node import Backend, BackendInfo, StateMode
 
-from .nodes import Fleet
+from .nodes import Fleet, NodeNotReached
 
 log = structlog.get_logger(__name__)
 
@@ -22,12 +22,16 @@ class Backends:
     def __init__(self, config: Config, fleet: Fleet) -> None:
         self._config = config
         self._fleet = fleet
-        if self.default not in self._by_name:
+        if self.default not in self._by_name and not self._unreached:
             log.warning(
                 "the default backend is not available: creates must name another",
                 default=self.default,
                 available=list(self._by_name),
             )
+
+    @property
+    def _unreached(self) -> bool:
+        return any(member.info is None for member in self._fleet.members)
 
     @property
     def _by_name(self) -> Mapping[str, BackendInfo]:
@@ -46,9 +50,16 @@ class Backends:
         """What the node says of a backend.
 
         Raises:
-            NotSupported: the node does not offer it.
+            NotSupported: no node offers it.
+            NodeNotReached: none of those that were reached since the start does; others may.
         """
         info = self._by_name.get(name)
+        if info is None and self._unreached:
+            raise NodeNotReached(
+                f"no node that offers backend `{name}` was reached yet",
+                remediation="Retry after a moment.",
+                retry_after_s=2,
+            )
         if info is None:
             raise NotSupported(
                 f"backend `{name}` is not available on this server",

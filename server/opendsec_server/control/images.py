@@ -71,8 +71,11 @@ class Images:
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Tell the node what templates stand on, and go on doing so."""
-        await self._tell_kept()
+        """Tell the nodes what templates stand on, and go on doing so.
+
+        One that cannot be reached now is told later: it must not keep the server from starting.
+        """
+        await self._tell_kept_or_log()
         self._keeper = asyncio.create_task(self._keep(), name="images-kept")
 
     async def stop(self) -> None:
@@ -86,13 +89,13 @@ class Images:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(KEEP_INTERVAL_S)
-            try:
-                await self._tell_kept()
-            except OpendsecError as exc:
-                log.warning("node not told what templates stand on", error=exc.message)
+            await self._tell_kept_or_log()
 
-    async def _tell_kept(self) -> None:
-        await self._node.images.keep(sorted(await self._in_use()))
+    async def _tell_kept_or_log(self) -> None:
+        try:
+            await self._node.images.keep(sorted(await self._in_use()))
+        except OpendsecError as exc:
+            log.warning("nodes not told what templates stand on", error=exc.message)
 
     async def list(self, caller: Caller) -> list[ImageInfo]:
         """The images that the caller may see, the oldest first."""

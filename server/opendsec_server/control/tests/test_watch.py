@@ -181,3 +181,17 @@ async def test_a_look_that_comes_late_gives_up_nothing() -> None:
         given_up.append(silent.closed)
     node.close()
     assert given_up == [False, True]
+
+
+async def test_a_gateway_starts_while_no_node_can_be_reached(config: Config) -> None:
+    gone = FakeNode(node_id="gone")
+    async with plane_of(config, first=gone):
+        pass
+    gone.unreachable = NodeNotReached("no route to it")
+    async with plane_of(config, first=gone) as services:
+        caller = await first_caller(services)
+        with pytest.raises(NodeNotReached):
+            await services.creates.create(caller, CreateParams())
+        gone.unreachable = None
+        await until(lambda: services.fleet.members[0].up)
+        assert (await services.creates.create(caller, CreateParams())).record.state is State.RUNNING
