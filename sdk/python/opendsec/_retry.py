@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import random
+import time
 from collections.abc import Callable
 
 from . import _limits
@@ -55,6 +56,39 @@ class RetryPolicy:
             # Spread the herd: never earlier than asked, a little later each.
             pause_s = asked_s + self._uniform(0.0, ceiling_s)
         return pause_s
+
+
+class Patience:
+    """How long one long answer, which can be gone on with, is asked for again after it broke: until
+    the server was away for ``RECONNECT_S`` in one piece.
+
+    Args:
+        policy: Of the client. Without retries the first failure is the last.
+        clock: Monotonic seconds, for tests.
+    """
+
+    def __init__(self, policy: RetryPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._asked_at = clock()
+        self._away_since: float | None = None
+
+    def asking(self) -> None:
+        """The answer is asked for now."""
+        self._asked_at = self._clock()
+
+    def heard(self) -> None:
+        """The server is there: something came."""
+        self._away_since = None
+
+    def spent(self, error: OpendsecError) -> bool:
+        """Whether a failure is the last one: raise it then, else ask again after a pause."""
+        now = self._clock()
+        if self._away_since is None or now - self._asked_at > _limits.STREAM_LASTED_S:
+            self._away_since = now
+        if not error.retryable or self._policy.retries_max == 0:
+            return True
+        return now - self._away_since > _limits.RECONNECT_S
 
 
 def _worth_repeating(error: OpendsecError, repeat: Repeat) -> bool:

@@ -25,12 +25,12 @@ from opendsec_server.store.records import SandboxRecord
 from opendsec_server.store.sandboxes import get_sandboxes
 from opendsec_server.store.store import Store
 
+from .grouped import GroupedLedger
 from .iam import Caller
 from .ledger import Ledger
 from .lifecycle import Lifecycle
 from .params import check_timeout
 from .selection import Selection, selected_ids
-from .tasks.grouped import GroupedLedger
 
 log = structlog.get_logger(__name__)
 

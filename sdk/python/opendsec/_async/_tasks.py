@@ -15,6 +15,7 @@ import msgspec
 from opendsec import _limits
 from opendsec._errors import InvalidRequest, OpendsecError
 from opendsec._models import StateMode
+from opendsec._retry import Patience
 from opendsec._task_models import (
     KEEP,
     Keep,
@@ -29,10 +30,6 @@ from opendsec._task_models import (
 from ._concurrency import Listener, sleep, tell
 from ._ndjson import open_lines
 from ._transport import AsyncTransport
-
-RECONNECT_S = 120.0
-"""How long a server may be away while an operation is followed."""
-RECONNECT_PAUSE_S = 1.0
 
 
 class _TaskPage(msgspec.Struct):
@@ -85,15 +82,16 @@ class AsyncTaskOperation:
             ConnectionFailed: the server stayed away.
         """
         path = f"{_path(self.task_id)}/operations/{quote(self.info.operation_id, safe='')}/outcomes"
-        away_since: float | None = None
+        patience = Patience(self._transport.retry)
         while True:
+            patience.asking()
             try:
                 lines = await open_lines(
                     self._transport, "GET", path, _Line, params={"after": self._after}
                 )
                 async with lines:
                     async for line in lines:
-                        away_since = None
+                        patience.heard()
                         if line.sandbox_id is None:
                             self.info = line.operation or line.progress or self.info
                             continue
@@ -108,11 +106,9 @@ class AsyncTaskOperation:
                 self.info = msgspec.convert(lines.done, TaskOperationInfo, strict=False)
                 return
             except OpendsecError as error:
-                now = time.monotonic()
-                away_since = now if away_since is None else away_since
-                if not error.retryable or now - away_since > RECONNECT_S:
+                if patience.spent(error):
                     raise
-            await sleep(RECONNECT_PAUSE_S)
+            await sleep(_limits.RECONNECT_PAUSE_S)
 
     async def wait(
         self, on_progress: Listener[TaskOperationInfo] | None = None
@@ -317,8 +313,9 @@ class AsyncTasks:
             ConnectionFailed: the server stayed away.
         """
         over_at = time.monotonic() + timeout_s
-        away_since: float | None = None
+        patience = Patience(self._transport.retry)
         while True:
+            patience.asking()
             left_s = max(0, round(over_at - time.monotonic()))
             try:
                 lines = await open_lines(
@@ -330,16 +327,14 @@ class AsyncTasks:
                 )
                 async with lines:
                     async for line in lines:
-                        away_since = None
+                        patience.heard()
                         if on_change is not None:
                             await tell(on_change, line.sandboxes)
                 return bool((lines.done or {}).get("reached"))
             except OpendsecError as error:
-                now = time.monotonic()
-                away_since = now if away_since is None else away_since
-                if not error.retryable or now - away_since > RECONNECT_S:
+                if patience.spent(error):
                     raise
-            await sleep(RECONNECT_PAUSE_S)
+            await sleep(_limits.RECONNECT_PAUSE_S)
 
     async def _operate(self, task_id: str, kind: str, body: dict[str, Any]) -> AsyncTaskOperation:
         info = await self._transport.api(

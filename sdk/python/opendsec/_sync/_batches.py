@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import math
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
@@ -22,7 +21,7 @@ from opendsec._errors import BadResponse, InvalidRequest, OpendsecError
 from opendsec._models import SandboxInfo
 from opendsec._options import SandboxOptions, body_of
 from opendsec._progress import ProgressBar
-from opendsec._retry import Repeat
+from opendsec._retry import Patience, Repeat
 
 from ._concurrency import all_of, sleep
 from ._ndjson import open_lines
@@ -130,9 +129,9 @@ class Batch:
         """
         bar = ProgressBar(self.info.asked) if progress else None
         good, failed = 0, 0
-        away_since: float | None = None
+        patience = Patience(self._transport.retry)
         while True:
-            begun = time.monotonic()
+            patience.asking()
             try:
                 lines = open_lines(
                     self._transport,
@@ -151,7 +150,8 @@ class Batch:
                                 bar.update(good, failed)
                             continue
                         item = self._item(line)
-                        after, away_since = item.seq, None
+                        after = item.seq
+                        patience.heard()
                         if bar is not None and after > good + failed:
                             good += item.error is None
                             failed += item.error is not None
@@ -159,11 +159,7 @@ class Batch:
                         yield item
                 break
             except OpendsecError as error:
-                now = time.monotonic()
-                if away_since is None or now - begun > _limits.STREAM_LASTED_S:
-                    away_since = now
-                retries = self._transport.retry.retries_max > 0
-                if not (error.retryable and retries) or now - away_since > _limits.RECONNECT_S:
+                if patience.spent(error):
                     raise
             sleep(_limits.RECONNECT_PAUSE_S)
         self.refresh()

@@ -17,7 +17,7 @@ from opendsec import _limits, _settings
 from opendsec._answers import from_connect, from_http
 from opendsec._output import BoundedBuffer, TextDecoder
 from opendsec._ports import is_listening
-from opendsec._retry import Repeat, RetryPolicy, Unsent
+from opendsec._retry import Patience, Repeat, RetryPolicy, Unsent
 from opendsec._signing import file_signature
 from opendsec._wire import EndEvent, FrameDecoder, encode_frame, exit_code_of
 
@@ -248,3 +248,25 @@ def test_listeners_are_found_in_the_kernels_table() -> None:
     )
     assert is_listening(table, 8080)
     assert not is_listening(table, 8081)  # A connection, not a listener.
+
+
+def test_patience_counts_the_time_away_in_one_piece() -> None:
+    now = 0.0
+    patience = Patience(RetryPolicy(), clock=lambda: now)
+    broken = e.ConnectionFailed("cut")
+    patience.asking()
+    assert not patience.spent(broken)
+    now += _limits.RECONNECT_S
+    patience.asking()
+    assert not patience.spent(broken)
+    now += 1
+    patience.asking()
+    assert patience.spent(broken)
+    # It came back for a moment, with a line, or with nothing but time.
+    patience.heard()
+    assert not patience.spent(broken)
+    patience.asking()
+    now += _limits.RECONNECT_S + 1
+    assert not patience.spent(broken)
+    assert patience.spent(e.InvalidRequest("no"))
+    assert Patience(RetryPolicy(retries_max=0)).spent(broken)

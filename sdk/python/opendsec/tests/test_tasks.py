@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +17,7 @@ from opendsec import (
     TaskNotFound,
     TaskOperationInfo,
     TaskSandboxes,
+    _limits,
 )
 
 from .fake_server import Answer, FakeServer, error
@@ -32,9 +32,7 @@ OUTCOMES = f"{ONE}/operations/o1/outcomes"
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for half in ("async", "sync"):
-        module = importlib.import_module(f"opendsec._{half}._tasks")
-        monkeypatch.setattr(module, "RECONNECT_PAUSE_S", 0.01)
+    monkeypatch.setattr(_limits, "RECONNECT_PAUSE_S", 0.01)
 
 
 def task(**changes: Any) -> dict[str, Any]:

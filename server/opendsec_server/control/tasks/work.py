@@ -23,6 +23,7 @@ from opendsec_server.contract.errors import (
 from opendsec_server.contract.node import NodeClient
 from opendsec_server.contract.states import State
 from opendsec_server.control.creates import Creates
+from opendsec_server.control.grouped import Grouped, GroupedLedger
 from opendsec_server.control.invalidations import Invalidations
 from opendsec_server.control.ledger import Ledger, change_from_status
 from opendsec_server.control.lifecycle import Lifecycle, lost
@@ -31,8 +32,6 @@ from opendsec_server.store.records import SandboxRecord, StateChange
 from opendsec_server.store.sandboxes import get_sandbox
 from opendsec_server.store.store import Store
 from opendsec_server.store.task_operations import Noted, OperationParams, TaskOperation
-
-from .grouped import Grouped, GroupedLedger
 
 log = structlog.get_logger(__name__)
 

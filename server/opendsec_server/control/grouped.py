@@ -7,8 +7,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from opendsec_server.control.ledger import Ledger
 from opendsec_server.store.records import StateChange
+
+from .ledger import Ledger
 
 T = TypeVar("T")
 R = TypeVar("R")
