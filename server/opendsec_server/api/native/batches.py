@@ -45,7 +45,7 @@ from opendsec_server.store.records import SandboxRecord
 
 from . import batch_schemas as schemas
 from .convert import params_of, sandbox_of
-from .documented import BODY, Operation, Parameter, documented
+from .documented import BODY, Operation, Parameter, documented, paged
 from .sandboxes import KEY
 from .schemas import CreateSandbox, Error
 
@@ -110,23 +110,7 @@ async def create_batch(request: Request) -> Stream | Response[bytes]:
             summary="List batches",
             description="Newest first. A batch is kept for 30 days after its end.",
             response=schemas.BatchList,
-            parameters=(
-                Parameter(
-                    name="limit",
-                    description="Batches per page.",
-                    schema={
-                        "type": "integer",
-                        "minimum": 1,
-                        "maximum": limits.LIST_LIMIT_MAX,
-                        "default": limits.LIST_LIMIT_MAX,
-                    },
-                ),
-                Parameter(
-                    name="cursor",
-                    description="`next_cursor` of the page before.",
-                    schema={"type": "string"},
-                ),
-            ),
+            parameters=paged("Batches"),
             errors=(InvalidRequest,),
         )
     ),

@@ -18,6 +18,7 @@ from opendsec_server.contract.errors import (
     StoreUnavailable,
     Unauthenticated,
 )
+from opendsec_server.contract.limits import LIST_LIMIT_MAX
 
 OPERATION_KEY = "operation"
 ANY_RIGHT = ""
@@ -37,6 +38,24 @@ class Parameter(msgspec.Struct, kw_only=True, frozen=True):
     schema: dict[str, Any]
     place: str = "query"
     example: Any = None
+
+
+def paged(things: str) -> tuple[Parameter, ...]:
+    """The parameters of a list that comes in pages."""
+    limit = {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": LIST_LIMIT_MAX,
+        "default": LIST_LIMIT_MAX,
+    }
+    return (
+        Parameter(name="limit", description=f"{things} per page.", schema=limit),
+        Parameter(
+            name="cursor",
+            description="`next_cursor` of the page before.",
+            schema={"type": "string"},
+        ),
+    )
 
 
 class Operation(msgspec.Struct, kw_only=True, frozen=True):

@@ -50,7 +50,7 @@ from opendsec_server.store.sandboxes import SandboxFilter
 
 from . import schemas
 from .convert import params_of, policy_of, sample_of, sandbox_of, transition_of
-from .documented import BODY, REGISTRY, Operation, Parameter, documented
+from .documented import BODY, REGISTRY, Operation, Parameter, documented, paged
 
 TAG = "sandboxes"
 LIVE = tuple(state for state in State if state not in TERMINAL)
@@ -161,21 +161,7 @@ async def create_sandbox(request: Request) -> Response[bytes]:
                     description="Name or id of the template or snapshot that it was created from.",
                     schema={"type": "string"},
                 ),
-                Parameter(
-                    name="limit",
-                    description="Sandboxes per page.",
-                    schema={
-                        "type": "integer",
-                        "minimum": 1,
-                        "maximum": limits.LIST_LIMIT_MAX,
-                        "default": limits.LIST_LIMIT_MAX,
-                    },
-                ),
-                Parameter(
-                    name="cursor",
-                    description="`next_cursor` of the page before.",
-                    schema={"type": "string"},
-                ),
+                *paged("Sandboxes"),
             ),
             errors=(InvalidRequest,),
         )

@@ -42,7 +42,7 @@ from opendsec_server.store.snapshots import SnapshotFilter
 
 from . import schemas
 from .convert import fork_item_of, image_of, paused_of, sandbox_of, snapshot_of
-from .documented import BODY, Operation, Parameter, documented
+from .documented import BODY, Operation, Parameter, documented, paged
 from .sandboxes import KEY, RESUMING
 
 REPLAY = {"Idempotent-Replay": "`true` when it is the result of an earlier call."}
@@ -258,21 +258,7 @@ async def pack_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[
                     schema={"type": "string"},
                     example="trained",
                 ),
-                Parameter(
-                    name="limit",
-                    description="Snapshots per page.",
-                    schema={
-                        "type": "integer",
-                        "minimum": 1,
-                        "maximum": limits.LIST_LIMIT_MAX,
-                        "default": limits.LIST_LIMIT_MAX,
-                    },
-                ),
-                Parameter(
-                    name="cursor",
-                    description="`next_cursor` of the page before.",
-                    schema={"type": "string"},
-                ),
+                *paged("Snapshots"),
             ),
             errors=(InvalidRequest,),
         )

@@ -47,7 +47,7 @@ from opendsec_server.store.task_operations import (
 from opendsec_server.store.tasks import TaskCount, TaskState
 
 from . import task_schemas as schemas
-from .documented import BODY, Operation, Parameter, documented
+from .documented import BODY, Operation, Parameter, documented, paged
 
 TAG = "tasks"
 WAIT_S_DEFAULT = 3_600
@@ -125,21 +125,7 @@ async def create_task(request: Request) -> Response[bytes]:
                     description="Comma-separated: `open`, `paused`, `ended`. Default: all.",
                     schema={"type": "string"},
                 ),
-                Parameter(
-                    name="limit",
-                    description="Tasks per page.",
-                    schema={
-                        "type": "integer",
-                        "minimum": 1,
-                        "maximum": limits.LIST_LIMIT_MAX,
-                        "default": limits.LIST_LIMIT_MAX,
-                    },
-                ),
-                Parameter(
-                    name="cursor",
-                    description="`next_cursor` of the page before.",
-                    schema={"type": "string"},
-                ),
+                *paged("Tasks"),
             ),
             errors=(InvalidRequest,),
         )
