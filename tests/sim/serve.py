@@ -36,10 +36,10 @@ def node_id(number: int) -> str:
 class SimApp:
     """The node's application, behind its faults."""
 
-    def __init__(self, node: SimNode) -> None:
+    def __init__(self, node: SimNode, scratch: Path) -> None:
         self.node = node
         self.faults: Faults = getattr(node, "faults", None) or Faults()
-        self.app = NodeApp(node, SECRET, Path("/tmp"))  # type: ignore[arg-type]
+        self.app = NodeApp(node, SECRET, scratch)  # type: ignore[arg-type]
         self._never = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -103,7 +103,7 @@ async def serving(nodes: Sequence[SimNode], directory: Path) -> AsyncIterator[li
     state = ServerState()
     for node in nodes:
         config = uvicorn.Config(
-            SimApp(node),
+            SimApp(node, directory),
             log_config=None,
             access_log=False,
             server_header=False,
