@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +18,7 @@ from opendsec_server.config import Config, ConfigError
 from opendsec_server.images.base import ensure_base
 from opendsec_server.node.tests.machine import NodeProcess
 from tests.leaks import Snapshot
+from tests.shares import draw, instance_name
 
 IMAGE_CACHE = os.environ.get("OPENDSEC_IMAGE_CACHE", "/var/tmp/opendsec-test-images")
 FIRST_BUILD_TIMEOUT_S = 900
@@ -55,13 +55,13 @@ async def make_node(scratch: Path) -> AsyncIterator[MakeNode]:
     """Makes a node that is not started yet; purges it afterwards and compares the machine."""
     if os.geteuid() != 0:
         pytest.skip("a real node needs root")
-    instance = "t" + secrets.token_hex(2)[:3]
+    instance, block = instance_name(), draw(30 * 16)
     state, run = scratch / "state", scratch / "run"
     config = Config(
         state_dir=str(state),
         run_dir=str(run),
         instance=instance,
-        network_cidr=f"10.{160 + secrets.randbelow(30)}.{16 * secrets.randbelow(16)}.0/20",
+        network_cidr=f"10.{160 + block // 16}.{block % 16 * 16}.0/20",
         slots_ready=2,
         agent_path=_agent(),
         disk_pool_mb=8_192,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from opendsec_server.node.cgroups.v2 import CgroupV2
 from opendsec_server.node.memory.swap import PauseSwap
 from opendsec_server.node.tests.conftest import MakeNode
 from tests.leaks import Snapshot
+from tests.shares import instance_name
 
 MB = 1024 * 1024
 TOUCHED_MB = 256
@@ -91,7 +91,7 @@ class Groups:
 
 @pytest.fixture
 def instance() -> str:
-    return "t" + secrets.token_hex(2)[:3]
+    return instance_name()
 
 
 @pytest.fixture

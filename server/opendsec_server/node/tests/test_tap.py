@@ -45,6 +45,7 @@ from opendsec_server.node.tests.world import (
     make_world,
 )
 from tests.leaks import Snapshot
+from tests.shares import draw, instance_name
 
 T = TypeVar("T")
 OWNER = 61_234
@@ -222,8 +223,8 @@ async def machines(world: World) -> AsyncIterator[Machines]:
     """Checks that nothing is left, on the host's side too."""
     if not Path("/dev/net/tun").exists():
         pytest.skip("no tun driver")
-    instance = "t" + secrets.token_hex(2)[:3]
-    network = f"10.{190 + secrets.randbelow(10)}.{16 * secrets.randbelow(16)}.0/20"
+    instance, block = instance_name(), draw(10 * 16)
+    network = f"10.{190 + block // 16}.{block % 16 * 16}.0/20"
     before = Snapshot.take(instance)
     links_before = set(os.listdir("/sys/class/net"))
     was_forwarding = hosttable.forwarding_enabled()
