@@ -449,6 +449,8 @@ async def test_more_builds_than_a_project_may_have_are_refused(
         with pytest.raises(QuotaExceeded):
             await begin(services, caller, on_base())
         # The second waits for the first.
+        while "block" not in node.commands:
+            await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
         assert node.commands.count("block") == 1
         await services.builds.cancel(running[1].build_id)

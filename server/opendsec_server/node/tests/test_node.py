@@ -131,9 +131,9 @@ async def test_a_locked_journal_does_not_keep_sandboxes_alive(node: NodeProcess)
 
 async def test_idle_time(node: NodeProcess) -> None:
     idle = await node.create(idle_timeout_s=1)
-    used = await node.create(idle_timeout_s=2)
-    for _ in range(4):
-        await asyncio.sleep(1)
+    used = await node.create(idle_timeout_s=6)
+    for _ in range(16):  # longer than its idle time, and pauses far shorter than it
+        await asyncio.sleep(0.5)
         assert (await node.exec(used, "true"))[0] == 0
     assert (await node.call("get", idle.sandbox_id))["reason"] == "idle"
     assert (await node.wait_state(used.sandbox_id, "ended"))["reason"] == "idle"

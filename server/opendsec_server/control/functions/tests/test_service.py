@@ -228,7 +228,7 @@ async def test_what_nobody_waits_for_is_dropped(
         await asyncio.sleep(0.01)
     many.cancel()
     await asyncio.gather(many, return_exceptions=True)
-    for _ in range(200):
+    for _ in range(2_000):
         state = await functions.pool(caller("pa"), "default")
         if state.queued == state.busy == 0:
             break
@@ -321,7 +321,7 @@ async def test_workers_are_kept_ready_and_idle_ones_end(functions: Functions) ->
     spec = PoolSpec(workers_min=1, workers_max=3, idle_s=0.05)
     await functions.put_pool(caller("pa"), "p", spec)
     await mapped(functions, "pa", 30, "p")
-    for _ in range(200):
+    for _ in range(2_000):
         state = await functions.pool(caller("pa"), "p")
         if (state.idle, state.busy, state.starting) == (1, 0, 0):
             break
