@@ -71,6 +71,14 @@ def new_batch_id() -> str:
     return f"b{random_chars(19)}"
 
 
+GROUP_ID_RE = re.compile(r"^g[a-z0-9]{19}$")
+
+
+def new_group_id() -> str:
+    """A fresh id of a group of sandboxes."""
+    return f"g{random_chars(19)}"
+
+
 def is_snapshot_id(text: str) -> bool:
     """Whether ``text`` has the shape of a snapshot id."""
     return SNAPSHOT_ID_RE.fullmatch(text) is not None

@@ -106,6 +106,23 @@ class VmOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     the node's ``passthrough_devices``. Such a machine's memory cannot be saved."""
 
 
+class GroupMembership(msgspec.Struct, kw_only=True, frozen=True):
+    """That a sandbox is one of several on a private network of their own.
+
+    All members of a group are on one node. They reach each other, by name and by address, on every
+    port; nobody else reaches them. A fork or a sandbox from a snapshot of a member is in no group.
+
+    Attributes:
+        group_id: Of ``contract.ids.new_group_id``. Belongs to the sandbox's project.
+        name: A DNS label, unique in the group.
+        aliases: Further DNS names; several members may share one.
+    """
+
+    group_id: str
+    name: str
+    aliases: tuple[str, ...] = ()
+
+
 class SandboxSpec(msgspec.Struct, kw_only=True, frozen=True):
     """Everything a node needs to make one sandbox. Journalled before anything is made."""
 
@@ -134,6 +151,7 @@ class SandboxSpec(msgspec.Struct, kw_only=True, frozen=True):
     snapshot_id: str | None = None
     """Start from this snapshot on the node instead of from ``image`` alone."""
     network: NetworkPolicy = NetworkPolicy()
+    group: GroupMembership | None = None
     vm: VmOptions | None = None
     """Backends with ``disk_images`` only. None: as the snapshot's source, else the defaults."""
     default_user: str = "user"
