@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import structlog
 
 from opendsec_server.contract.errors import (
+    NodeUnavailable,
     OpendsecError,
     QuotaExceeded,
     SandboxNotFound,
@@ -33,7 +35,7 @@ from opendsec_server.contract.node import (
 )
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.store import sandboxes
-from opendsec_server.store.quotas import check_places
+from opendsec_server.store.places import give_back_places, hold_places
 from opendsec_server.store.records import SandboxExtra, SandboxRecord, StateChange, Transition
 from opendsec_server.store.sandboxes import SandboxFilter
 from opendsec_server.store.store import Store
@@ -97,14 +99,15 @@ class Lifecycle:
         self._pauses: Attempts[Paused] = Attempts("pause")
         self._resumes: Attempts[Connected] = Attempts("resume")
         self._resuming: dict[str, asyncio.Task[Connected]] = {}
-        self._places: set[str] = set()
-        """Sandboxes that take a place again."""
-        self._look_for_place = asyncio.Lock()
+        self._places: Counter[str] = Counter()
+        """Sandboxes that hold places in the quota, and for how many resumes."""
+        self._left: Attempts[None] = Attempts("leave-place")
 
     async def stop(self) -> None:
         """Give pauses and resumes a moment to end. The node finishes what it has begun."""
         await self._pauses.stop()
         await self._resumes.stop()
+        await self._left.stop()
 
     async def get(self, caller: Caller, sandbox_id: str) -> SandboxRecord:
         """The record of a sandbox, ended ones included.
@@ -299,26 +302,59 @@ class Lifecycle:
         refusal = (await self.take_places([record]))[0]
         if refusal is not None:
             raise refusal
-        try:
+        async with self.place_of(record.sandbox_id):
             yield
-        finally:
-            self.leave_place(record.sandbox_id)
 
     async def take_places(self, records: Sequence[SandboxRecord]) -> list[QuotaExceeded | None]:
-        """Hold places in the quota for many paused sandboxes, each until ``leave_place``.
+        """Hold places in the quota for many paused sandboxes, each to be used by ``place_of``.
 
         Returns:
             Why each got none; None: it has one.
+
+        Raises:
+            StoreUnavailable: none has one.
         """
         names = [record.sandbox_id for record in records]
-        async with self._look_for_place:
-            refused = await check_places(self._store, names, self._places)
-            self._places.update(name for name in names if name not in refused)
+        refused = await hold_places(self._store, names, now=time.time())
+        self._places.update(name for name in names if name not in refused)
         return [refused.get(name) for name in names]
 
+    @contextlib.asynccontextmanager
+    async def place_of(self, sandbox_id: str) -> AsyncIterator[None]:
+        """A resume, in the place that was taken for it. When it is done the record gives the place
+        back; when it fails this does."""
+        try:
+            yield
+        except NodeUnavailable:
+            # It may be under way: the node's next word tells, or the place's time is over.
+            self._places.subtract((sandbox_id,))
+            raise
+        except asyncio.CancelledError:
+            self.leave_place(sandbox_id)
+            raise
+        except Exception:
+            await self._leave(sandbox_id)
+            raise
+        else:
+            self._places.subtract((sandbox_id,))
+        finally:
+            if self._places[sandbox_id] <= 0:
+                del self._places[sandbox_id]
+
     def leave_place(self, sandbox_id: str) -> None:
-        """The record says by now that the sandbox runs; or it does not."""
-        self._places.discard(sandbox_id)
+        """Nobody waits for a resume any more, and perhaps it was not begun."""
+        self._left.spawn(self._leave(sandbox_id))
+
+    async def _leave(self, sandbox_id: str) -> None:
+        self._places.subtract((sandbox_id,))
+        if self._places[sandbox_id] > 0:
+            return
+        del self._places[sandbox_id]
+        await self.refresh(sandbox_id)
+        try:
+            await give_back_places(self._store, [sandbox_id])
+        except StoreUnavailable:
+            log.warning("a place in the quota is held for a while", sandbox_id=sandbox_id)
 
     async def pause(self, caller: Caller, sandbox_id: str, mode: StateMode) -> Paused:
         """Free a sandbox's memory and keep the rest. A call during a pause shares it.

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from opendsec_server.contract.limits import ENDED_RECORDS_KEPT_S
 from opendsec_server.contract.node import NodeEvent, SandboxStatus
 from opendsec_server.contract.states import State
 from opendsec_server.store import sandboxes
+from opendsec_server.store.places import end_places
 from opendsec_server.store.records import SandboxRecord, StateChange
 from opendsec_server.store.sandboxes import LiveMark
 from opendsec_server.store.store import Store
@@ -93,6 +96,10 @@ class Watcher:
             asyncio.create_task(self._record(), name="node-events-record"),
         ]
         await asyncio.sleep(0)
+        if self._store.is_sqlite:
+            # Nobody but us can hold this database: no resume is under way.
+            with contextlib.suppress(StoreUnavailable):
+                await end_places(self._store, now=math.inf)
         await self._reconcile_or_log()
         self._tasks.append(asyncio.create_task(self._compare(), name="reconcile"))
 
@@ -222,6 +229,8 @@ class Watcher:
         """
         failure: Exception | None = None
         self._worked_s = 0.0
+        if await end_places(self._store, now=time.time()):
+            log.warning("places in quotas were held by resumes that nobody sees through")
         for member in self._node.members:
             node_id = member.node_id
             # A node that is listed twice is one; its second member is never up.

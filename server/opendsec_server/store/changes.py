@@ -100,6 +100,7 @@ class _Row:
             "transitions": found.transitions,
             "node_seq": found.node_seq,
             "paused_mode": found.paused_mode,
+            "gives_back": False,
             **dict.fromkeys(_KEPT_UNLESS_SET),
         }
         self.project_id: str = found.project_id
@@ -142,6 +143,10 @@ _UPDATE = (
         transitions=sa.bindparam("transitions"),
         node_seq=sa.bindparam("node_seq"),
         paused_mode=sa.bindparam("paused_mode", type_=sa.Text),
+        place_until=sa.case(
+            (sa.bindparam("gives_back", type_=sa.Boolean), sa.null()),
+            else_=SANDBOXES.c.place_until,
+        ),
         **{
             name: sa.func.coalesce(
                 sa.bindparam(name, type_=SANDBOXES.c[name].type), SANDBOXES.c[name]
@@ -208,6 +213,9 @@ def _apply(rows: dict[str, _Row], change: StateChange, transitions: list[dict[st
                 "cause": change.cause,
             }
         )
+        if row.state is State.RESUMING and state is State.PAUSED:
+            # The resume that held a place has failed.
+            values["gives_back"] = True
         row.state = values["state"] = state
         if state is State.RUNNING:
             row.outcome = "done"
@@ -230,6 +238,9 @@ def _tell(row: _Row, change: StateChange, *, starts: bool) -> None:
     for name in ("end_at", "accelerator", "vmm"):
         if getattr(change, name) is not None:
             values[name] = getattr(change, name)
+    if row.state is State.RUNNING:
+        # It counts by itself now.
+        values["gives_back"] = True
     paused = row.state in (State.PAUSED, State.RESUMING)
     values["paused_mode"] = (change.paused_mode or values["paused_mode"]) if paused else None
     row.changed = True

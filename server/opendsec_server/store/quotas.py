@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: AGPL-3.0-only
 """What a project may use, and whether more of it fits: inside of other transactions.
 
-A sandbox counts in its project and in every project above. Triggers keep those sums (migration
-0004), so that a decision reads a row for each of these projects, however many sandboxes there are.
+A sandbox counts in its project and in every project above, and so does a build at work. Triggers
+keep those sums (migrations 0004 and 0010), so that a decision reads a row for each of these
+projects, however many sandboxes there are.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from opendsec_server.contract.errors import QuotaExceeded
-from opendsec_server.contract.states import State
 
 from .records import SandboxRecord
-from .store import Store
-from .tables import PROJECT_LINES, PROJECT_USE, PROJECTS, SANDBOXES
+from .tables import PROJECT_LINES, PROJECT_USE, PROJECTS
 
 NO_LIMIT = 2**31 - 1
 """In ``projects.sandboxes_max``: the project has no limit of its own."""
@@ -144,15 +143,6 @@ _SET_DUE = (
     .where(PROJECT_USE.c.project_id == sa.bindparam("of_project"))
     .values(creates_due_at=sa.bindparam("due_at"))
 )
-_PLACES = sa.select(
-    SANDBOXES.c.sandbox_id,
-    SANDBOXES.c.project_id,
-    SANDBOXES.c.cpu,
-    SANDBOXES.c.memory_mb,
-    SANDBOXES.c.disk_mb,
-    SANDBOXES.c.gpu,
-    (SANDBOXES.c.ended_at.is_(None) & (SANDBOXES.c.state != State.PAUSED)).label("counted"),
-).where(SANDBOXES.c.sandbox_id.in_(sa.bindparam("these", expanding=True)))
 _IN_LINE = sa.select(PROJECT_LINES.c.ancestor_id).where(
     PROJECT_LINES.c.project_id == sa.bindparam("of_project")
 )
@@ -193,7 +183,7 @@ def admit(
         wanted: What each takes. An endless number fits where nothing is limited.
         now: Unix seconds.
     """
-    line = connection.execute(_line_of(connection), {"of_project": project_id}).all()
+    line = line_of(connection, project_id)
     count, refusal = len(wanted), None
     # The nearest is the last. Another gateway may have closed it a moment ago.
     if line and line[-1].closed_at is not None:
@@ -221,84 +211,28 @@ def admit_one(connection: sa.Connection, record: SandboxRecord) -> None:
         raise admitted.refusal
 
 
-async def check_place(store: Store, sandbox_id: str, others: Collection[str]) -> None:
-    """Whether a paused sandbox may run again.
+def line_of(connection: sa.Connection, project_id: str) -> Sequence[Any]:
+    """A project and those above it, from the top down, with what they may use and do use.
 
-    Args:
-        store: Where.
-        sandbox_id: Which.
-        others: That take a place at this moment, whatever their records say.
-
-    Raises:
-        QuotaExceeded: there is no place left.
-        StoreUnavailable: not known.
+    Inside of a transaction that writes: others that look there wait until it ends.
     """
-    refusal = (await check_places(store, [sandbox_id], others)).get(sandbox_id)
-    if refusal is not None:
-        raise refusal
+    return connection.execute(_line_of(connection), {"of_project": project_id}).all()
 
 
-async def check_places(
-    store: Store, sandbox_ids: Sequence[str], others: Collection[str]
-) -> dict[str, QuotaExceeded]:
-    """Which of many paused sandboxes may not run again, if those before them in order do.
-
-    Args:
-        store: Where.
-        sandbox_ids: Which.
-        others: As of ``check_place``.
-
-    Raises:
-        StoreUnavailable: not known.
-    """
-
-    def work(connection: sa.Connection) -> dict[str, QuotaExceeded]:
-        these = {"these": list({*sandbox_ids, *others})}
-        known = {row.sandbox_id: row for row in connection.execute(_PLACES, these)}
-        lines: dict[str, Sequence[Any]] = {}
-        more: Counter[tuple[str, str]] = Counter()
-
-        def line_of(project_id: str) -> Sequence[Any]:
-            if project_id not in lines:
-                lines[project_id] = connection.execute(_LINE, {"of_project": project_id}).all()
-            return lines[project_id]
-
-        def take(one: Any) -> None:
-            if one.counted:
-                return
-            for row in line_of(one.project_id):
-                for dimension in _RUNNING:
-                    more[row.project_id, dimension.name] += dimension.amount(_wanted(one))
-
-        for name in set(others).difference(sandbox_ids):
-            if name in known:
-                take(known[name])
-        refused: dict[str, QuotaExceeded] = {}
-        for name in dict.fromkeys(sandbox_ids):
-            one = known.get(name)
-            if one is None:
-                continue
-            refusal = _no_place(one, line_of(one.project_id), more)
-            if refusal is None:
-                take(one)
-            else:
-                refused[name] = refusal
-        return refused
-
-    return await store.read(work)
+def take_from(one: Any, line: Sequence[Any], more: Counter[tuple[str, str]]) -> None:
+    """Note in ``more`` what a row of a sandbox takes while it runs, of each project in line."""
+    for row in line:
+        for dimension in _RUNNING:
+            more[row.project_id, dimension.name] += dimension.amount(_wanted(one))
 
 
-def _no_place(
-    one: Any, line: Sequence[Any], more: Counter[tuple[str, str]]
-) -> QuotaExceeded | None:
-    """Why a sandbox finds no place in its projects, which hold ``more`` than they say. Of several
-    that refuse, the nearest is named."""
+def no_place(one: Any, line: Sequence[Any], more: Counter[tuple[str, str]]) -> QuotaExceeded | None:
+    """Why a paused sandbox finds no place in its projects, which hold ``more`` than they say. Of
+    several that refuse, the nearest is named."""
     for row in reversed(line):
         for dimension in _RUNNING:
             amount = dimension.amount(_wanted(one))
             use = getattr(row, dimension.use) + more[row.project_id, dimension.name]
-            if one.counted:
-                use -= amount
             limit = dimension.limit(row)
             if limit is not None and amount and use + amount > limit:
                 return _refusal(row, dimension, limit, use, amount)

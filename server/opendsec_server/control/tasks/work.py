@@ -146,15 +146,13 @@ class Work:
         refusal = await self._places.do(record)
         if refusal is not None:
             raise refusal
-        try:
+        async with self._lifecycle.place_of(name):
             async with self._lifecycle.recorded_if_failed(name):
                 with self._metrics.timed("resume", record.backend):
                     status = await self._node.resume(name, end_at=time.time() + timeout_s)
             # Its address may be another one now.
             self._invalidations.publish(name)
             await self._record(change_from_status(status, cause=CAUSE, now=time.time(), again=True))
-        finally:
-            self._lifecycle.leave_place(name)
         return Noted(sandbox_id=name, outcome="done")
 
     async def _kill(self, record: SandboxRecord, params: OperationParams) -> Noted:

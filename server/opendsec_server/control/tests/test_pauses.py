@@ -260,6 +260,43 @@ async def test_quota(services: Services, node: FakeNode, caller: Caller) -> None
     assert sorted(type(answer).__name__ for answer in answers) == ["Connected", "QuotaExceeded"]
 
 
+@pytest.mark.parametrize("error", [NodeFull("full"), NodeUnavailable("away"), RuntimeError("bug")])
+async def test_a_resume_that_waits_for_its_node_has_its_place(
+    services: Services,
+    node: FakeNode,
+    caller: Caller,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    await limit(services, 1)
+    name = await make(services, caller)
+    await services.lifecycle.pause(caller, name, "full")
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def resume(*_: object, **__: object) -> None:
+        begun.set()
+        await go_on.wait()
+        raise error
+
+    monkeypatch.setattr(node, "resume", resume)
+    waiting = asyncio.create_task(services.lifecycle.connect(caller, name, 60))
+    await begun.wait()
+    with pytest.raises(QuotaExceeded):
+        await make(services, caller)
+    go_on.set()
+    with pytest.raises(type(error)):
+        await waiting
+    if isinstance(error, NodeUnavailable):
+        # It may run by now: the place is given back when its time is over.
+        await services.watcher.reconcile()
+        with pytest.raises(QuotaExceeded):
+            await make(services, caller)
+        monkeypatch.setattr("opendsec_server.control.watch.time.time", lambda: 1e12)
+        await services.watcher.reconcile()
+        monkeypatch.undo()
+    await make(services, caller)
+
+
 async def test_store_down_while_pausing(
     services: Services, node: FakeNode, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

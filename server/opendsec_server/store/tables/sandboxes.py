@@ -54,6 +54,8 @@ SANDBOXES = sa.Table(
     sa.Column("default_workdir", sa.Text, nullable=True),
     # Devices of the host that it has.
     sa.Column("gpu", sa.Integer, nullable=False, server_default="0"),
+    # A resume holds a place in the quota, until this time at the latest. None: none does.
+    sa.Column("place_until", sa.Double, nullable=True),
     sa.Index("ix_sandboxes_project_created", "project_id", "created_at", "sandbox_id"),
     sa.Index("ix_sandboxes_project_task", "project_id", "task_id"),
     sa.Index("ix_sandboxes_template", "template_id", "created_at"),
@@ -71,6 +73,12 @@ sa.Index(
     SANDBOXES.c.node_id,
     sqlite_where=SANDBOXES.c.ended_at.is_(None),
     postgresql_where=SANDBOXES.c.ended_at.is_(None),
+)
+sa.Index(
+    "ix_sandboxes_place_until",
+    SANDBOXES.c.place_until,
+    sqlite_where=SANDBOXES.c.place_until.is_not(None),
+    postgresql_where=SANDBOXES.c.place_until.is_not(None),
 )
 sa.Index(
     "ix_sandboxes_ended",

@@ -27,7 +27,7 @@ from opendsec_server.contract.states import (
 from opendsec_server.store import accounts, packing, sandboxes, snapshots
 from opendsec_server.store.changes import apply_changes, steps
 from opendsec_server.store.creates import begin_create
-from opendsec_server.store.quotas import check_place
+from opendsec_server.store.places import end_places, give_back_places, hold_places
 from opendsec_server.store.records import (
     ApiKey,
     IdempotencyClaim,
@@ -243,14 +243,54 @@ async def test_paused_ones_leave_their_place(store: Store) -> None:
     )
     await begin_create(store, record_of(1, state=State.PAUSED, auto_resume=True), None)
     await begin_create(store, record_of(3, state=State.PAUSED), None)
-    await check_place(store, record_of(1).sandbox_id, set())
+    first, third = record_of(1).sandbox_id, record_of(3).sandbox_id
+    assert await hold_places(store, [first], now=1.0) == {}
+    assert await hold_places(store, [first], now=1.0) == {}, "it has one"
+    assert list(await hold_places(store, [third], now=1.0)) == [third]
     with pytest.raises(QuotaExceeded):
-        await check_place(store, record_of(1).sandbox_id, {record_of(3).sandbox_id})
-    assert await sandboxes.ids_to_wake(store) == [record_of(1).sandbox_id]
+        await begin_create(store, record_of(2), None)
+    assert await sandboxes.ids_to_wake(store) == [first]
+    await give_back_places(store, [first, "nobody"])
     await begin_create(store, record_of(2), None)
+    assert list(await hold_places(store, [first, third], now=1.0)) == [first, third]
+    assert await hold_places(store, [record_of(2).sandbox_id, "nobody"], now=1.0) == {}
+
+
+async def test_a_place_goes_when_the_record_says_how_it_went(store: Store) -> None:
+    await store.write(
+        lambda c: c.exec_driver_sql("UPDATE projects SET sandboxes_max = 1 WHERE project_id = 'p'")
+    )
+    name = record_of(1).sandbox_id
+    await begin_create(store, record_of(1, state=State.PAUSED, node_seq=4), None)
+    assert await hold_places(store, [name], now=1.0) == {}
+    await apply_changes(store, [change(1, State.RESUMING, seq=5)])
+    await apply_changes(store, [change(1, State.PAUSED, seq=6)])
+    await begin_create(store, record_of(2, state=State.PAUSED), None)
+    await begin_create(store, record_of(3), None)
+    await apply_changes(store, [change(3, State.ENDED, reason=EndReason.KILLED)])
+    assert await hold_places(store, [name], now=1.0) == {}
+    # A late word of the pause does not take the place away.
+    await apply_changes(store, [change(1, State.PAUSED, seq=6)])
     with pytest.raises(QuotaExceeded):
-        await check_place(store, record_of(1).sandbox_id, set())
-    await check_place(store, record_of(2).sandbox_id, set())
+        await begin_create(store, record_of(4), None)
+    await apply_changes(store, [change(1, State.RUNNING, seq=8)])
+    with pytest.raises(QuotaExceeded):
+        await begin_create(store, record_of(4), None)
+    await apply_changes(store, [change(1, State.PAUSED, seq=10)])
+    await begin_create(store, record_of(4), None)
+
+
+async def test_a_place_that_nobody_gives_back_has_its_time(store: Store) -> None:
+    await store.write(
+        lambda c: c.exec_driver_sql("UPDATE projects SET sandboxes_max = 1 WHERE project_id = 'p'")
+    )
+    await begin_create(store, record_of(1, state=State.PAUSED), None)
+    assert await hold_places(store, [record_of(1).sandbox_id], now=100.0) == {}
+    assert await end_places(store, now=101.0) == 0
+    with pytest.raises(QuotaExceeded):
+        await begin_create(store, record_of(2), None)
+    assert await end_places(store, now=1e6) == 1
+    await begin_create(store, record_of(2), None)
 
 
 def snapshot_of(number: int, **fields: object) -> Snapshot:

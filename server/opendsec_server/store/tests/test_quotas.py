@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +25,7 @@ from opendsec_server.contract.states import TRANSITIONS, State
 from opendsec_server.store import accounts, migrate, projects, sandboxes
 from opendsec_server.store.changes import apply_changes
 from opendsec_server.store.creates import begin_create
+from opendsec_server.store.places import end_places, give_back_places, hold_places
 from opendsec_server.store.quotas import NO_LIMIT, Admitted, Wanted, admit, note_egress
 from opendsec_server.store.records import Project, StateChange
 from opendsec_server.store.store import Store
@@ -155,6 +157,60 @@ async def test_creates_at_once_never_pass_a_limit_above(store: Store) -> None:
     assert (await use(store, "p"))["sandboxes"] == 7
 
 
+async def test_resumes_and_creates_at_once_never_pass_a_limit(store: Store, tmp_path: Path) -> None:
+    """As two gateways: each with a connection of its own."""
+    await set_limits(store, sandboxes_max=4)
+    await child(store, "a")
+    for number in range(1, 9):
+        await begin_create(store, record_of(number, project_id="pa"[number % 2]), None)
+        await apply_changes(store, [moved(number, State.PAUSED)])
+    url = os.environ["OPENDSEC_TEST_POSTGRES_URL"] if not store.is_sqlite else None
+    other = await Store.open(Config(state_dir=str(tmp_path), database_url=url))
+    try:
+
+        async def create(number: int) -> bool:
+            try:
+                record = record_of(number, project_id="pa"[number % 2])
+                await begin_create(store if number % 3 else other, record, None)
+            except QuotaExceeded:
+                return False
+            return True
+
+        async def resume(number: int) -> bool:
+            name = record_of(number).sandbox_id
+            refused = await hold_places(other if number % 3 else store, [name], now=1.0)
+            return not refused
+
+        got = await asyncio.gather(
+            *(one for n in range(1, 9) for one in (create(n + 20), resume(n)))
+        )
+        assert sum(got) == 4
+        assert (await use(store, "p"))["sandboxes"] == 4
+    finally:
+        await other.close()
+
+
+async def test_places_and_changes_at_once_do_not_wait_for_each_other(store: Store) -> None:
+    for number in range(1, 9):
+        await begin_create(store, record_of(number), None)
+        await apply_changes(store, [moved(number, State.PAUSED)])
+    names = [record_of(number).sandbox_id for number in range(1, 9)]
+    for _ in range(5):
+        await asyncio.gather(
+            hold_places(store, names[::-1], now=1.0),
+            apply_changes(store, [moved(number, State.RUNNING) for number in range(1, 9)]),
+            end_places(store, now=1e9),
+            give_back_places(store, names),
+        )
+        await apply_changes(store, [moved(number, State.PAUSED) for number in range(1, 9)])
+    await give_back_places(store, names)
+    assert (await use(store, "p"))["sandboxes"] == 0
+
+
+def moved(number: int, state: State) -> StateChange:
+    return StateChange(sandbox_id=record_of(number).sandbox_id, state=state, at=5.0, cause="node")
+
+
 async def test_what_is_handed_on_never_sums_to_more(store: Store) -> None:
     await set_limits(store, cpu_max=10.0)
     await child(store, "a", cpu_max=6.0)
@@ -204,7 +260,7 @@ async def counted(store: Store, project_id: str) -> dict[str, int]:
                 SANDBOXES.c.project_id.in_(below), SANDBOXES.c.ended_at.is_(None)
             )
         ).all()
-        runs = [row for row in rows if row.state != State.PAUSED]
+        runs = [row for row in rows if row.state != State.PAUSED or row.place_until is not None]
         return {
             "sandboxes": len(runs),
             "cpu_milli": sum(round(row.cpu * 1_000) for row in runs),
@@ -217,7 +273,7 @@ async def counted(store: Store, project_id: str) -> dict[str, int]:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["create", "move", "prune"]),
+        st.sampled_from(["create", "move", "move", "prune", "hold", "give back", "end"]),
         st.integers(0, 5),
         st.sampled_from(sorted(TRANSITIONS)),
     ),
@@ -258,6 +314,12 @@ async def _walk(path: Path, steps: list[tuple[str, int, State]]) -> None:
                     sandbox_id=name, state=state, at=float(number), cause="node", seq=number + 1
                 )
                 await apply_changes(store, [change])
+            elif what == "hold":
+                await hold_places(store, [name], now=float(number))
+            elif what == "give back":
+                await give_back_places(store, [name])
+            elif what == "end":
+                await end_places(store, now=float(number))
             else:
                 await sandboxes.prune(store, ended_before=float(number), now=float(number))
         for project_id in ("p", "a", "b"):

@@ -33,7 +33,7 @@ from opendsec_server.contract.states import EndReason, State
 from opendsec_server.store import accounts, migrate, sandboxes, tasks
 from opendsec_server.store.changes import apply_changes
 from opendsec_server.store.creates import begin_create
-from opendsec_server.store.quotas import check_places
+from opendsec_server.store.places import give_back_places, hold_places
 from opendsec_server.store.records import StateChange
 from opendsec_server.store.store import Store
 from opendsec_server.store.tables import PROJECT_USE, PROJECTS
@@ -268,9 +268,10 @@ async def test_places_are_given_in_order(store: Store) -> None:
     for name in names:
         await move(store, name, State.PAUSED)
     await store.write(lambda c: c.execute(sa.update(PROJECTS).values(sandboxes_max=3)) and None)
-    assert list(await check_places(store, names, ())) == names[3:]
-    assert list(await check_places(store, names[:3], {names[3]})) == [names[2]]
-    assert await check_places(store, names[:2], {names[3], "nobody"}) == {}
+    assert list(await hold_places(store, names, now=1.0)) == names[3:]
+    await give_back_places(store, names)
+    assert await hold_places(store, names[3:], now=1.0) == {}
+    assert list(await hold_places(store, names[:3], now=1.0)) == [names[2]]
 
 
 @settings(max_examples=10, deadline=None)
