@@ -49,6 +49,11 @@ SNAPSHOT_NAME_CHARS_MAX = 128
 API_BODY_BYTES_MAX = 4 * 1_024 * 1_024
 LIST_LIMIT_MAX = 100
 
+GROUP_MEMBERS_MAX = 100
+"""Sandboxes of one group. Each is told of all others."""
+GROUP_NAMES_MAX = 16
+"""Name and aliases of one member."""
+
 BATCH_ITEMS_MAX = 32_768
 BATCH_BODY_BYTES_MAX = 32 * 1_024 * 1_024
 BATCH_WAIT_S_DEFAULT = 3_600
