@@ -14,8 +14,7 @@ from opendsec_server.control.iam import Caller, KnownRefused
 from opendsec_server.control.services import Services
 
 from .http import CALLER_KEY, GUARDED_KEY, REFUSED_KEY, segment
-from .native.documented import ANY_RIGHT
-from .rights import right_of
+from .rights import rights_of
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 
@@ -71,9 +70,9 @@ async def require_key(connection: Connection, handler: BaseRouteHandler) -> None
     # Set before it is refused: the audit log names who was.
     scope[CALLER_KEY] = caller  # type: ignore[literal-required]
     # Only HTTP routes are guarded.
-    right = right_of(handler, scope["method"], scope["path"])  # type: ignore[typeddict-item]
-    if caller.sandbox_id is not None and right != ANY_RIGHT:
+    rights = rights_of(handler, scope["method"], scope["path"])  # type: ignore[typeddict-item]
+    if caller.sandbox_id is not None and rights:
         named = scope["path_params"].get("sandbox_id")
         caller.require_sandbox(None if named is None else segment(str(named)))
-    if right != ANY_RIGHT:
+    for right in rights:
         caller.require(right)

@@ -76,7 +76,7 @@ async def resume(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]
     return answer(convert.sandbox_of(services, connected.record), 201)
 
 
-@post("/sandboxes/{sandbox_id:str}/fork", opt=needs("snapshots:write"))
+@post("/sandboxes/{sandbox_id:str}/fork", opt=needs("snapshots:write", "sandboxes:write"))
 async def fork(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``POST /sandboxes/{id}/fork``: 201 with one result per sandbox; 409 when it is paused.
 
@@ -103,7 +103,7 @@ async def fork(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     return answer(results, 201, headers)
 
 
-@post("/sandboxes/{sandbox_id:str}/snapshots", opt=needs("snapshots:write"))
+@post("/sandboxes/{sandbox_id:str}/snapshots", opt=needs("snapshots:write", "sandboxes:write"))
 async def create_snapshot(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``POST /sandboxes/{id}/snapshots``: 201, of a running or paused one.
 

@@ -152,6 +152,7 @@ async def get_batch(request: Request, batch_id: FromPath[str]) -> Response[bytes
     opt=documented(
         Operation(
             tag=TAG,
+            also="sandboxes:read",
             summary="The results of a batch, live",
             description=_LINES + "Outcomes come in the order of their `seq`, which stays the same "
             "however often they are read.",

@@ -66,6 +66,8 @@ class Operation(msgspec.Struct, kw_only=True, frozen=True):
     tag: str
     right: str | None = None
     """What a caller needs. None: ``<tag>:read`` for GET, else ``<tag>:write``."""
+    also: str | None = None
+    """A second right that a caller needs. None: what ``api.rights`` adds to the first."""
     request: type[msgspec.Struct] | None = None
     request_required: bool = True
     response: type[msgspec.Struct] | None = None

@@ -14,6 +14,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from opendsec_server import __version__
 from opendsec_server.api.http import Request
+from opendsec_server.api.rights import rights_of
 from opendsec_server.contract.errors import OpendsecError
 
 from . import schemas
@@ -62,7 +63,7 @@ def build_document(handlers: Sequence[HTTPRouteHandler], prefix: str) -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     for path, method, handler, operation in operations:
         shown = prefix + re.sub(r"\{(\w+):str\}", r"{\1}", path)
-        paths.setdefault(shown, {})[method] = _operation(shown, handler, operation)
+        paths.setdefault(shown, {})[method] = _operation(shown, method, handler, operation)
     document = {
         "openapi": "3.1.0",
         "info": {
@@ -86,7 +87,10 @@ def build_document(handlers: Sequence[HTTPRouteHandler], prefix: str) -> bytes:
     return msgspec.json.encode(document)
 
 
-def _operation(path: str, handler: HTTPRouteHandler, operation: Operation) -> dict[str, Any]:
+def _operation(
+    path: str, method: str, handler: HTTPRouteHandler, operation: Operation
+) -> dict[str, Any]:
+    rights = list(rights_of(handler, method.upper(), path))
     parameters: list[dict[str, Any]] = [
         {
             "name": name,
@@ -113,6 +117,8 @@ def _operation(path: str, handler: HTTPRouteHandler, operation: Operation) -> di
         "summary": operation.summary,
         "parameters": parameters,
         "responses": _responses(operation),
+        # The rights that a key or token must have, all of them.
+        "security": [{"ApiKey": rights}, {"Bearer": rights}],
     }
     if operation.description:
         result["description"] = operation.description

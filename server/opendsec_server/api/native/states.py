@@ -131,6 +131,7 @@ async def resume_sandbox(request: Request, sandbox_id: FromPath[str]) -> Respons
         Operation(
             tag="sandboxes",
             right="snapshots:write",
+            also="sandboxes:write",
             summary="Fork a sandbox",
             description="Makes sandboxes that start with its disk, or disk and memory, of this "
             "instant; it stops for as short as possible and goes on. Children inherit everything "
@@ -174,6 +175,7 @@ async def fork_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[
     opt=documented(
         Operation(
             tag="snapshots",
+            also="sandboxes:write",
             summary="Take a snapshot",
             description="Saves a running or paused sandbox as it is at this instant; it goes on. "
             "Sandboxes are created from the snapshot by naming it as their template.",
@@ -206,6 +208,8 @@ async def create_snapshot(request: Request, sandbox_id: FromPath[str]) -> Respon
         Operation(
             tag="sandboxes",
             right="images:write",
+            # It reads all of its files.
+            also="sandboxes:connect",
             summary="Pack a sandbox",
             description="Its changes become a layer, and an image of it on top of its own image's. "
             "It stands still for a moment only, and goes on; a paused one stays paused.",

@@ -52,6 +52,8 @@ from . import action_schemas as schemas
 from .documented import BODY, Operation, Parameter, documented
 
 TAG = "trajectories"
+_RIGHTS = {"snapshot": "snapshots:write"}
+"""What doing the same without a record needs; ``sandboxes:connect`` where it is not named."""
 _create = msgspec.json.Decoder(schemas.CreateAction)
 _resolve = msgspec.json.Decoder(schemas.ResolveAction)
 _forward = msgspec.json.Decoder(schemas.FastForward)
@@ -85,7 +87,8 @@ _LIMIT = Parameter(
             description="The action is recorded before it runs, and its result after. The same "
             "`action_id` again, also after a restart of the server or the end of the sandbox, "
             "answers what is recorded and runs nothing; `rollout_id` and `step` may differ, "
-            "everything else must be the same. It goes on when the caller goes away.",
+            "everything else must be the same. It goes on when the caller goes away. Beside "
+            "`trajectories:write` it needs `sandboxes:connect`, a snapshot `snapshots:write`.",
             request=schemas.CreateAction,
             response=schemas.Action,
             response_description="What is recorded of it. `state` says whether it is over.",
@@ -112,8 +115,10 @@ async def create_action(request: Request, sandbox_id: FromPath[str]) -> Response
     fields = msgspec.structs.asdict(body)
     wait_s = fields.pop("wait_s")
     fields["argv"] = tuple(fields["argv"])
+    caller = caller_of(request)
+    caller.require(_RIGHTS.get(body.kind, "sandboxes:connect"))
     acted = await services_of(request).trajectories.act(
-        caller_of(request), segment(sandbox_id), ActionParams(**fields), wait_s=wait_s
+        caller, segment(sandbox_id), ActionParams(**fields), wait_s=wait_s
     )
     headers = {"Idempotent-Replay": "true"} if acted.replayed else None
     return answer(action_of(acted.action), 200, headers)
@@ -232,6 +237,7 @@ async def export_sandbox(request: Request, sandbox_id: FromPath[str]) -> Stream:
     opt=documented(
         Operation(
             tag=TAG,
+            also="sandboxes:connect",
             summary="Bring a sandbox to where another one was",
             description=_LINES + "Actions that the new sandbox's snapshot holds are taken over as "
             "recorded; later commands and writes run again, in order, unless they are `once`. "
