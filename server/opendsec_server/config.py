@@ -34,6 +34,9 @@ class NodeAddress(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     """``http://host:port``, ``https://host:port`` or ``unix:/path``."""
     name: str | None = None
     """For people. None: the address."""
+    secret_file: str | None = None
+    """What this node and the gateway prove to each other that they hold. None:
+    ``node_secret_file``, which is every other node's, too."""
 
 
 class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -141,8 +144,11 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     node_listen: str | None = None
     """Where a node serves gateways: ``host:port`` or ``unix:/path``. None: not at all."""
     node_secret_file: str | None = None
-    """What gateways and nodes prove to each other that they hold; the same on all. None:
-    ``node-secret`` in ``state_dir``, which the first start of a node makes."""
+    """What gateways and nodes prove to each other that they hold. None: ``node-secret`` in
+    ``state_dir``, which the first start of a node makes. A gateway uses it for every node that has
+    no ``secret_file`` of its own."""
+    node_http_allowed: bool = False
+    """Whether a gateway may reach nodes on other machines in clear text (``http:``)."""
     node_tls_cert: str | None = None
     node_tls_key: str | None = None
     """Of ``node_listen``."""

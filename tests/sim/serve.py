@@ -39,7 +39,7 @@ class SimApp:
     def __init__(self, node: SimNode, scratch: Path) -> None:
         self.node = node
         self.faults: Faults = getattr(node, "faults", None) or Faults()
-        self.app = NodeApp(node, SECRET, scratch)  # type: ignore[arg-type]
+        self.app = NodeApp(node, node.node_id, SECRET, scratch)  # type: ignore[arg-type]
         self._never = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -28,6 +28,7 @@ from opendsec_server.contract.errors import (
 from opendsec_server.contract.ids import new_sandbox_id
 from opendsec_server.contract.images import ImageConfig, NodeImages
 from opendsec_server.contract.node import NodeClient, SandboxSpec
+from opendsec_server.contract.node_proof import Prover
 from opendsec_server.contract.states import EndReason, State
 from opendsec_server.control.nodes import Fleet, NodeNotReached
 from opendsec_server.control.nodes.http_client import HttpImages, HttpNode
@@ -213,6 +214,8 @@ async def test_a_stranger_at_the_nodes_address_is_not_believed(tmp_path: Path) -
         b"no HTTP at all\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{",
         b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nxyz",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nxyz\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n\n",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
@@ -220,7 +223,7 @@ async def test_whatever_comes_back_is_a_platform_error(tmp_path: Path, answer: b
     async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         nonce = head.partition(f"{wire.AUTH_HEADER}: ")[2].partition(".")[0]
-        proof = wire.answer_proof(SECRET, nonce).encode()
+        proof = Prover(SECRET).answer(nonce).encode()
         first, _, rest = answer.partition(b"\r\n")
         if rest:
             writer.write(first + b"\r\n" + wire.PROOF_HEADER.encode() + b": " + proof + b"\r\n")
@@ -231,6 +234,8 @@ async def test_whatever_comes_back_is_a_platform_error(tmp_path: Path, answer: b
     path = tmp_path / "broken.sock"
     async with await asyncio.start_unix_server(broken, str(path)):
         node = HttpNode(f"unix:{path}", SECRET)
+        # It has met its node before.
+        node._connections.node_id = "saaa"
         for work in (node.info(), node.create(spec_of("saaa")), node.pause("i" + "x" * 19)):
             with pytest.raises(NodeUnavailable) as failed:
                 await work
@@ -263,6 +268,7 @@ async def test_bad_requests_are_answered_and_harm_nothing(tmp_path: Path) -> Non
     """From one who holds the secret: another release, or a defect."""
     async with serving([SimNode("saaa")], tmp_path) as urls:
         node = HttpNode(urls[0], SECRET)
+        await node.info()
         connections = node._connections
         for name, body in (
             ("get", b"{}"),
@@ -276,11 +282,9 @@ async def test_bad_requests_are_answered_and_harm_nothing(tmp_path: Path) -> Non
             (wire.EXEC, b"{}"),
             (wire.UNPACK, b"junk"),
         ):
-            answer = b""
             async with connections.exchange(name, body) as connection:
-                async for piece in connection.pieces():
-                    answer += piece
-            failure = wire.decode_failure(answer).error
+                answer = [line async for line in connections.lines(connection)]
+            failure = wire.decode_failure(answer[0]).error
             assert failure.kind in ("InvalidRequest", "NotFound", "PayloadTooLarge"), name
         assert (await node.info()).node_id == "saaa"
         await node.close()
@@ -320,7 +324,7 @@ async def test_over_tls_a_gateway_trusts_only_the_certificates_it_was_given(
         check=True, capture_output=True,
     )  # fmt: skip
     sim = SimNode("saaa")
-    app = NodeApp(sim, SECRET, tmp_path)  # type: ignore[arg-type]
+    app = NodeApp(sim, sim.node_id, SECRET, tmp_path)  # type: ignore[arg-type]
     door = bind_tcp("127.0.0.1", 0)
     url = f"https://127.0.0.1:{door.getsockname()[1]}"
     async with listening(app, door, Tls(str(cert), str(key))):

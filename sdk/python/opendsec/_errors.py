@@ -76,6 +76,7 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
         ├── SandboxStartFailed          (retryable)
         ├── AgentUnresponsive           (retryable)
         ├── NodeUnavailable             (retryable)
+        │   └── NodeClocksDiffer        (retryable)
         ├── RegistryUnavailable         (retryable)
         ├── ImageDamaged
         ├── StoreUnavailable            (retryable)
@@ -516,6 +517,13 @@ class NodeUnavailable(PlatformError):
     code = "node_unavailable"
     retryable = True
     default_remediation = "Retry after a moment."
+
+
+class NodeClocksDiffer(NodeUnavailable):
+    """A node does not hear a gateway whose clock is too far from its own."""
+
+    code = "node_clocks_differ"
+    default_remediation = "Set the clocks of gateway and node, best by NTP; then retry."
 
 
 class StoreUnavailable(PlatformError):

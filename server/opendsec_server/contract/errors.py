@@ -593,6 +593,13 @@ class SnapshotDamaged(PlatformError):
     """What was saved does not match its checksum or is cut short. It was not used."""
 
     code = "snapshot_damaged"
+class NodeClocksDiffer(NodeUnavailable):
+    """A node does not hear a gateway whose clock is too far from its own."""
+
+    code = "node_clocks_differ"
+    default_remediation = "Set the clocks of gateway and node, best by NTP; then retry."
+
+
     default_remediation = (
         "Delete the snapshot and take it again. "
         "A paused sandbox can be resumed from its disk alone."

@@ -2,18 +2,16 @@
 """The node protocol over HTTP: what node and control plane must agree on.
 
 Every method of ``NodeClient`` and ``NodeImages`` is one POST with its arguments as a JSON object;
-the answer is ``{"ok": …}`` or ``{"error": …}``. While it takes long, blank lines come before it:
-they tell the caller that the node lives. Streams are such answers, one on a line.
+the answer is a line with ``{"ok": …}`` or ``{"error": …}``. While it takes long, blank lines come
+before it: they tell the caller that the node lives. Streams are such answers, one on a line.
 
-Both sides hold one secret. A request proves it for its own method, path and a nonce; the answer
-proves it for the same nonce. The secret itself is never sent. Whoever can read the network still
-sees the tokens of sandboxes: between machines it takes TLS, or a network of its own.
+Both sides hold one secret, and prove it in every request and in every line of an answer: see
+``node_proof``. Whoever can read the network still sees the tokens of sandboxes: between machines
+it takes TLS, or a network of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import inspect
 import typing
 from typing import Any
@@ -33,6 +31,8 @@ CREATES = "creates"
 """Several creates in one request; each is answered when it is done."""
 CREATES_MAX = 256
 UNPACK = "unpack"
+INFO = "info"
+"""The one call that may be sent to whichever node listens there: it tells the node's id."""
 EVENTS = "events"
 EXEC = "exec"
 BODY_BYTES_MAX = 64 * 1_024 * 1_024
@@ -40,8 +40,10 @@ BODY_BYTES_MAX = 64 * 1_024 * 1_024
 AUTH_HEADER = "x-opendsec-node-auth"
 PROOF_HEADER = "x-opendsec-node-proof"
 ARGUMENTS_HEADER = "x-opendsec-arguments"
-NONCE_CHARS = 32
 SECRET_CHARS_MIN = 32
+CLOCK_SKEW_S_MAX = 30.0
+"""By how much a request's time may differ from the node's. The node remembers for twice as long
+which requests it has seen."""
 
 _BY_HAND = {"images", "create", "exec", "events", "unpack", "console"}
 """Not plain calls: streams, files, many at once; a console is a socket of the node's machine."""
@@ -188,26 +190,38 @@ def from_wire(error: WireError) -> OpendsecError:
     )
 
 
-# --- proofs -----------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------
 
 
-def request_proof(secret: bytes, nonce: str, method: str, target: str) -> str:
-    """What a request shows of the secret."""
-    text = f"to-node\n{nonce}\n{method}\n{target}"
-    # Not ``hmac.digest``: it lets go of the interpreter's lock, and waits for the store's threads
-    # to get it back.
-    return f"{nonce}.{hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()}"
+class Refusal(msgspec.Struct, kw_only=True, frozen=True):
+    """Why a node does not hear a request. It comes as the answer's status alone, and without a
+    proof: who reads it must not build on that nothing has happened."""
+
+    status: int
+    message: str
+    remediation: str
 
 
-def answer_proof(secret: bytes, nonce: str) -> str:
-    """What an answer shows of it."""
-    return hmac.new(secret, f"from-node\n{nonce}".encode(), hashlib.sha256).hexdigest()
-
-
-def proven_nonce(secret: bytes, header: str, method: str, target: str) -> str | None:
-    """The nonce of a request whose sender holds the secret. None: it does not."""
-    nonce, _, _ = header.partition(".")
-    if len(nonce) != NONCE_CHARS or not (nonce.isascii() and nonce.isalnum()):
-        return None
-    wanted = request_proof(secret, nonce, method, target)
-    return nonce if hmac.compare_digest(wanted.encode(), header.encode()) else None
+STRANGER = Refusal(
+    status=401,
+    message="the request does not prove that its sender holds this node's secret",
+    remediation="Give gateway and node the same secret (node_secret_file, or secret_file of the "
+    "node), and the same release.",
+)
+ALTERED = Refusal(
+    status=400,
+    message="the request's body is not the one that its sender proved",
+    remediation="Something between gateway and node changes what they say; use https.",
+)
+REPEATED = Refusal(
+    status=409,
+    message="the node has seen this request before, or started after it was made",
+    remediation="If it lasts, set the clocks of gateway and node; else something repeats what "
+    "they say: use https.",
+)
+MISDIRECTED = Refusal(
+    status=421,
+    message="the request is meant for another node",
+    remediation="Another node than before listens at this address: look at the list of nodes.",
+)
+REFUSALS = {r.status: r for r in (STRANGER, ALTERED, REPEATED, MISDIRECTED)}

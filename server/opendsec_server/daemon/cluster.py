@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 
-from opendsec_server.config import Config, ConfigError
+from opendsec_server.config import Config, ConfigError, NodeAddress
 from opendsec_server.contract.errors import OpendsecError
 from opendsec_server.contract.node_wire import SECRET_CHARS_MIN
 from opendsec_server.control.nodes import NodeSource
+from opendsec_server.control.nodes.connection import Address
 from opendsec_server.control.nodes.http_client import HttpNode
 from opendsec_server.control.services import ReadyCheck
 from opendsec_server.node.node import Node
@@ -46,18 +47,22 @@ def node_secret(config: Config, *, make: bool) -> bytes:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(_SECRET_BYTES) + "\n")
+    return _secret_in(
+        path, "node_secret_file", "Copy the file `node-secret` of a node's state directory here."
+    )
+
+
+def _secret_in(path: Path, setting: str, remediation: str) -> bytes:
     try:
         text = path.read_text().strip()
         mode = path.stat().st_mode
-    except OSError as exc:
-        raise ConfigError(
-            f"node_secret_file: cannot read {path}: {exc.strerror}. "
-            "Copy the file `node-secret` of a node's state directory here."
-        ) from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is not text"
+        raise ConfigError(f"{setting}: cannot read {path}: {why}. {remediation}") from exc
     if len(text) < SECRET_CHARS_MIN:
-        raise ConfigError(f"node_secret_file: {path} has less than {SECRET_CHARS_MIN} characters")
+        raise ConfigError(f"{setting}: {path} has less than {SECRET_CHARS_MIN} characters")
     if mode & _OTHERS_MAY:
-        raise ConfigError(f"node_secret_file: others may read {path}; `chmod 600` it")
+        raise ConfigError(f"{setting}: others may read {path}; `chmod 600` it")
     return text.encode()
 
 
@@ -65,25 +70,38 @@ def other_nodes(config: Config) -> list[NodeSource]:
     """The nodes that a gateway reaches over HTTP.
 
     Raises:
-        ConfigError: an address, the secret or the list of trusted certificates is wrong.
+        ConfigError: an address, a secret or the list of trusted certificates is wrong, or a node
+            is to be reached over a network in clear text without leave.
     """
-    if not config.nodes:
-        return []
-    secret = node_secret(config, make=False)
     tls = None
-    if config.node_tls_ca is not None:
+    if config.nodes and config.node_tls_ca is not None:
         try:
             tls = ssl.create_default_context(cafile=config.node_tls_ca)
         except (OSError, ssl.SSLError) as exc:
             raise ConfigError(f"node_tls_ca: {config.node_tls_ca}: {exc}") from exc
-    found = []
-    for node in config.nodes:
-        try:
-            client = HttpNode(node.url, secret, tls)
-        except ValueError as exc:
-            raise ConfigError(f"nodes: {exc}") from exc
-        found.append(NodeSource(name=node.name or node.url, client=client))
-    return found
+    return [_other_node(config, node, tls) for node in config.nodes]
+
+
+def _other_node(config: Config, node: NodeAddress, tls: ssl.SSLContext | None) -> NodeSource:
+    try:
+        address = Address(node.url, tls)
+    except ValueError as exc:
+        raise ConfigError(f"nodes: {exc}") from exc
+    if address.in_clear and not config.node_http_allowed:
+        raise ConfigError(
+            f"nodes: {node.url} is reached in clear text: whoever can read the network sees the "
+            "tokens of sandboxes. Use https: (node_tls_cert and node_tls_key on the node, "
+            "node_tls_ca here), or set node_http_allowed = true on a network of its own."
+        )
+    if node.secret_file is None:
+        secret = node_secret(config, make=False)
+    else:
+        secret = _secret_in(
+            Path(node.secret_file),
+            f"nodes: {node.url}: secret_file",
+            "Copy the file `node-secret` of that node's state directory here.",
+        )
+    return NodeSource(name=node.name or node.url, client=HttpNode(node.url, secret, tls))
 
 
 @contextlib.asynccontextmanager
@@ -102,7 +120,7 @@ async def node_door(config: Config, node: Node) -> AsyncIterator[None]:
     # What a node that was killed had not finished.
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir(mode=0o700)
-    app = NodeApp(node, secret, incoming)
+    app = NodeApp(node, node.node_id, secret, incoming)
     async with listening(app, _bound(config.node_listen), tls):
         try:
             yield

@@ -181,7 +181,7 @@ class Node:
         await node._images.sweep()
         node._metrics.start()
         node._housekeeper = asyncio.create_task(node._keep_house(), name="housekeeping")
-        log.info("node is up", node_id=node._node_id, adopted=len(found.adopted))
+        log.info("node is up", node_id=node.node_id, adopted=len(found.adopted))
         return node
 
     async def stop(self) -> None:
@@ -270,6 +270,11 @@ class Node:
     def images(self) -> NodeImages:
         """See ``NodeClient.images``."""
         return self._images
+
+    @property
+    def node_id(self) -> str:
+        """What its sandboxes' ids begin with, after the ``i``."""
+        return self._node_id
 
     async def info(self) -> NodeInfo:
         """Identity, abilities, load."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
+import ipaddress
 import itertools
 import secrets
 import ssl
@@ -21,6 +23,13 @@ import httptools
 
 from opendsec_server.contract import node_wire as wire
 from opendsec_server.contract.errors import NodeUnavailable, PlatformError
+from opendsec_server.contract.node_proof import (
+    LINE_PROOF_CHARS,
+    NONCE_CHARS,
+    STREAMED,
+    Prover,
+    digest_of,
+)
 
 from .member import NodeNotReached
 
@@ -31,7 +40,7 @@ IDLE_KEPT_MAX = 64
 BUFFERED_MAX = 1_048_576
 """Bytes of a stream that wait for their reader; above it the node is made to wait."""
 WATCH_INTERVAL_S = 1.0
-UNAUTHENTICATED = 401
+LINE_BYTES_MAX = 256 * 1_024 * 1_024
 
 
 class Address:
@@ -58,6 +67,17 @@ class Address:
         if scheme == "https":
             self.tls = tls or ssl.create_default_context()
 
+    @property
+    def in_clear(self) -> bool:
+        """What is said to it can be read and changed by others than this machine's root."""
+        if self.path is not None or self.tls is not None or self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            # Where a name leads is not known, and may change.
+            return True
+
 
 class Connection(asyncio.Protocol):
     """One connection; one exchange at a time."""
@@ -72,6 +92,8 @@ class Connection(asyncio.Protocol):
         self.busy = False
         self.answered = False
         """Something of the present answer has come."""
+        self.nonce = ""
+        """Of the present request."""
         self._parser: Any = None
         self._status: asyncio.Future[int] | None = None
         self._headers: dict[bytes, bytes] = {}
@@ -231,9 +253,11 @@ class Connections:
 
     def __init__(self, address: Address, secret: bytes) -> None:
         self.address = address
-        self._secret = secret
+        self.node_id = ""
+        """The node that requests are for. Empty: it is not known yet."""
+        self._prover = Prover(secret)
         # Never the same twice; a system call for each would cost more than the proof.
-        self._nonces = secrets.token_hex(wire.NONCE_CHARS // 4)
+        self._nonces = secrets.token_hex(NONCE_CHARS // 4)
         self._count = itertools.count()
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
@@ -247,7 +271,7 @@ class Connections:
         name: str,
         body: bytes | AsyncIterable[bytes],
         *,
-        headers: dict[str, str] | None = None,
+        arguments: str = "",
         fresh: bool = False,
     ) -> AsyncIterator[Connection]:
         """Send a request; the connection whose answer has begun.
@@ -255,7 +279,7 @@ class Connections:
         Args:
             name: Of the call.
             body: Whole, or piece by piece.
-            headers: More of them.
+            arguments: Those that do not go in the body.
             fresh: Use no kept connection, of which the node may just have let go. Then a failure
                 before an answer is no reason to try again.
 
@@ -263,8 +287,7 @@ class Connections:
             NodeNotReached: no connection; the node has seen nothing of it.
             NodeUnavailable: the answer was broken off, or does not come from our node.
         """
-        nonce = f"{self._nonces}{next(self._count):016x}"
-        head = self._head(name, nonce, body, headers or {})
+        digest = digest_of(body) if isinstance(body, bytes) else STREAMED
         sent = False
         while True:
             try:
@@ -275,11 +298,14 @@ class Connections:
                     raise NodeUnavailable(exc.message, details=exc.details) from exc
                 raise
             try:
-                connection.begin(head, body if isinstance(body, bytes) else b"")
-                if not isinstance(body, bytes):
-                    async for piece in body:
-                        await connection.send(b"%x\r\n%s\r\n" % (len(piece), piece))
-                    await connection.send(b"0\r\n\r\n")
+                # Each attempt is a request of its own: the node hears none twice.
+                nonce = connection.nonce = f"{self._nonces}{next(self._count):016x}"
+                head = self._head(name, nonce, digest, body, arguments)
+                if isinstance(body, bytes):
+                    connection.begin(head, body)
+                else:
+                    connection.begin(head, b"")
+                    await self._send(connection, body, nonce)
                 try:
                     status, answer_headers = await connection.head()
                 except NodeUnavailable:
@@ -298,21 +324,73 @@ class Connections:
                 elif not connection.closed:
                     connection.abort("not needed any more")
 
+    async def _send(self, connection: Connection, body: AsyncIterable[bytes], nonce: str) -> None:
+        """A body piece by piece, then its proof."""
+        content = hashlib.sha256()
+        async for piece in body:
+            await asyncio.to_thread(content.update, piece)
+            await connection.send(b"%x\r\n%s\r\n" % (len(piece), piece))
+        trailer = self._prover.trailer(nonce, content.hexdigest())
+        await connection.send(b"%x\r\n%s\r\n0\r\n\r\n" % (len(trailer), trailer))
+
+    async def lines(self, connection: Connection) -> AsyncIterator[bytes]:
+        """The lines of an answer, each proven; those that only show that the node lives are left
+        out.
+
+        Raises:
+            NodeUnavailable: it was broken off, or changed on its way.
+        """
+        count, size = 0, 0
+        parts: list[bytes] = []
+        async for piece in connection.pieces():
+            first, *others = piece.split(b"\n")
+            parts.append(first)
+            size += len(first)
+            if size > LINE_BYTES_MAX:
+                raise NodeUnavailable("the node's answer is too long")
+            for other in others:
+                line = b"".join(parts)
+                parts, size = [other], len(other)
+                if line:
+                    yield self._proven(connection.nonce, count, line)
+                    count += 1
+        if any(parts):
+            raise NodeUnavailable("the node's answer was broken off")
+
+    def _proven(self, nonce: str, count: int, line: bytes) -> bytes:
+        text = line[LINE_PROOF_CHARS:]
+        wanted = self._prover.line(nonce, count, text)
+        if not hmac.compare_digest(wanted, line[:LINE_PROOF_CHARS]):
+            raise NodeUnavailable(
+                "the node's answer is not the one that it proved",
+                remediation="Something between gateway and node changes what they say; use https.",
+            )
+        return text
+
     def _head(
         self,
         name: str,
         nonce: str,
+        digest: str,
         body: bytes | AsyncIterable[bytes],
-        headers: dict[str, str],
+        arguments: str,
     ) -> bytes:
         target = f"{wire.PREFIX}/{name}"
-        proof = wire.request_proof(self._secret, nonce, "POST", target)
+        proof = self._prover.request(
+            nonce,
+            int(time.time() * 1_000_000),
+            "" if name == wire.INFO else self.node_id,
+            "POST",
+            target,
+            digest,
+            arguments,
+        )
         length = (
             f"content-length: {len(body)}"
             if isinstance(body, bytes)
             else "transfer-encoding: chunked"
         )
-        more = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
+        more = f"{wire.ARGUMENTS_HEADER}: {arguments}\r\n" if arguments else ""
         return (
             f"POST {target} HTTP/1.1\r\nhost: {self.address.host}\r\n"
             f"{wire.AUTH_HEADER}: {proof}\r\ncontent-type: application/json\r\n"
@@ -320,13 +398,15 @@ class Connections:
         ).encode()
 
     def _check(self, status: int, headers: dict[bytes, bytes], nonce: str) -> None:
-        if status == UNAUTHENTICATED:
+        refusal = wire.REFUSALS.get(status)
+        if refusal is not None:
+            # Anybody can say so: nothing follows from it but that this did not work.
             raise NodeUnavailable(
-                "the node does not accept this gateway's secret",
-                remediation="Give gateway and node the same node_secret_file.",
+                f"the node refuses this gateway: {refusal.message}",
+                remediation=refusal.remediation,
             )
         proof = headers.get(wire.PROOF_HEADER.encode(), b"")
-        if not hmac.compare_digest(proof, wire.answer_proof(self._secret, nonce).encode()):
+        if not hmac.compare_digest(proof, self._prover.answer(nonce).encode()):
             raise NodeUnavailable(
                 "what answers at the node's address does not hold the node's secret",
                 remediation="Look at what listens there; the call was not trusted.",

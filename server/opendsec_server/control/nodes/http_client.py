@@ -48,14 +48,13 @@ from opendsec_server.contract.node import (
 )
 from opendsec_server.contract.states import EndReason
 
-from .connection import Address, Connections
+from .connection import Address, Connection, Connections
 
 Line = TypeVar("Line", wire.ExecLine, wire.EventLine, wire.CreateLine)
 
 ONCE = frozenset({"pause", "pack", "start_kept", "snapshot", "write_file"})
 """Calls that must not be sent a second time: they get a connection of their own, of which it is
 certain that the node has not just let go."""
-ANSWER_BYTES_MAX = 256 * 1_024 * 1_024
 ARCHIVE_PIECE_BYTES = 1_048_576
 
 
@@ -96,13 +95,22 @@ class HttpNode:
         """
         call = wire.CALLS[name]
         body = wire.encode(call.arguments(**arguments))
-        answer = bytearray()
+        if name != wire.INFO:
+            await self._meet()
         async with self._connections.exchange(name, body, fresh=name in ONCE) as connection:
-            async for piece in connection.pieces():
-                answer += piece
-                if len(answer) > ANSWER_BYTES_MAX:
-                    raise NodeUnavailable(f"the node's answer to {name} is too long")
-        return _result(name, call.decode_answer, bytes(answer))
+            answer = await self._answer(connection)
+        return _result(name, call.decode_answer, answer)
+
+    async def _meet(self) -> None:
+        """Learn whom requests are for: no other node may be made to heed them."""
+        if not self._connections.node_id:
+            await self.info()
+
+    async def _answer(self, connection: Connection) -> bytes:
+        answer = b""
+        async for line in self._connections.lines(connection):
+            answer = line
+        return answer
 
     async def _lines(
         self, name: str, body: bytes, decode: Callable[[bytes], Line]
@@ -112,17 +120,13 @@ class HttpNode:
         Raises:
             As ``call``.
         """
+        await self._meet()
         async with self._connections.exchange(name, body, fresh=True) as connection:
-            rest = b""
-            async for piece in connection.pieces():
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    if not line:
-                        continue
-                    try:
-                        yield decode(line)
-                    except msgspec.DecodeError as exc:
-                        raise NodeUnavailable(f"the node's answer cannot be read: {exc}") from exc
+            async for line in self._connections.lines(connection):
+                try:
+                    yield decode(line)
+                except msgspec.DecodeError as exc:
+                    raise NodeUnavailable(f"the node's answer cannot be read: {exc}") from exc
 
     # --- creates ------------------------------------------------------------
 
@@ -148,14 +152,11 @@ class HttpNode:
     ) -> None:
         failure: OpendsecError = NodeUnavailable("the node did not say what became of the create")
         try:
+            await self._meet()
             body = wire.encode([spec for spec, _ in wanted])
             async with self._connections.exchange(wire.CREATES, body) as connection:
-                rest = b""
-                async for piece in connection.pieces():
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        if line:
-                            _settle(wanted, line)
+                async for line in self._connections.lines(connection):
+                    _settle(wanted, line)
         except OpendsecError as exc:
             failure = exc
         except msgspec.DecodeError as exc:
@@ -169,7 +170,10 @@ class HttpNode:
 
     async def info(self) -> NodeInfo:
         """See ``NodeClient.info``."""
-        return cast(NodeInfo, await self.call("info"))
+        info = cast(NodeInfo, await self.call(wire.INFO))
+        # That of the first time: another node at the address does not get what is this one's.
+        self._connections.node_id = self._connections.node_id or info.node_id
+        return info
 
     async def set_marks(
         self, *, labels: dict[str, str] | None = None, draining: bool | None = None
@@ -377,13 +381,12 @@ class HttpNode:
             user=user,
             mode=mode,
         )
-        headers = {wire.ARGUMENTS_HEADER: base64.b64encode(wire.encode(arguments)).decode()}
-        answer = b""
+        text = base64.b64encode(wire.encode(arguments)).decode()
+        await self._meet()
         async with self._connections.exchange(
-            wire.UNPACK, _file(Path(archive)), headers=headers, fresh=True
+            wire.UNPACK, _file(Path(archive)), arguments=text, fresh=True
         ) as connection:
-            async for piece in connection.pieces():
-                answer += piece
+            answer = await self._answer(connection)
         _result(wire.UNPACK, wire.UNPACK_CALL.decode_answer, answer)
 
 

@@ -10,10 +10,11 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import hashlib
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import structlog
@@ -26,9 +27,11 @@ from opendsec_server.contract.errors import (
     NotFound,
     OpendsecError,
     PayloadTooLarge,
-    Unauthenticated,
 )
 from opendsec_server.contract.node import NodeClient, SandboxSpec
+from opendsec_server.contract.node_proof import STREAMED, TRAILER_BYTES, Claims, Prover, digest_of
+
+from .memory import Memory
 
 log = structlog.get_logger(__name__)
 
@@ -41,18 +44,29 @@ _JSON = b"application/json"
 _LINES = b"application/x-ndjson"
 
 
+class _RefusedError(Exception):
+    """The request is not heard."""
+
+    def __init__(self, why: wire.Refusal) -> None:
+        super().__init__(why.message)
+        self.why = why
+
+
 class NodeApp:
     """Answers gateways.
 
     Args:
         node: What is served.
+        node_id: Its id.
         secret: What gateways must hold, too.
         scratch: Directory for archives on their way into sandboxes.
     """
 
-    def __init__(self, node: NodeClient, secret: bytes, scratch: Path) -> None:
+    def __init__(self, node: NodeClient, node_id: str, secret: bytes, scratch: Path) -> None:
         self._node = node
-        self._secret = secret
+        self._node_id = node_id
+        self._prover = Prover(secret)
+        self._memory = Memory()
         self._scratch = scratch
         self._work: set[asyncio.Task[Any]] = set()
         self._readers: set[asyncio.Task[None]] = set()
@@ -63,51 +77,61 @@ class NodeApp:
         """One request."""
         if scope["type"] != "http":
             return
-        answer = _Answer(send)
+        answer = _Answer(send, self._prover)
         try:
-            answer.proof = self._authenticate(scope)
-            await self._dispatch(scope, receive, answer)
+            claims = self._authenticate(scope)
+            answer.nonce = claims.nonce
+            if not self._memory.note(claims.nonce, claims.made_at_us):
+                raise _RefusedError(wire.REPEATED)
+            await self._dispatch(scope, claims.digest, receive, answer)
+        except _RefusedError as exc:
+            await answer.refuse(exc.why)
         except OpendsecError as exc:
             await answer.fail(exc)
         except Exception:
             log.exception("a gateway's request failed", path=scope["path"])
             await answer.fail(Internal("the node failed because of a defect"))
 
-    def _authenticate(self, scope: Scope) -> str:
-        header = _header(scope, wire.AUTH_HEADER)
+    def _authenticate(self, scope: Scope) -> Claims:
         target = scope["raw_path"].decode("latin-1")
-        nonce = None
-        if header is not None:
-            nonce = wire.proven_nonce(self._secret, header, scope["method"], target)
-        if nonce is None:
-            raise Unauthenticated(
-                "the request does not prove that it comes from a gateway of this node",
-                remediation="Give gateway and node the same node_secret_file.",
-            )
-        return wire.answer_proof(self._secret, nonce)
+        if scope["query_string"]:
+            target += "?" + scope["query_string"].decode("latin-1")
+        claims = self._prover.claims(
+            _header(scope, wire.AUTH_HEADER) or "",
+            scope["method"],
+            target,
+            _header(scope, wire.ARGUMENTS_HEADER) or "",
+        )
+        if claims is None:
+            raise _RefusedError(wire.STRANGER)
+        # A gateway learns the node's id by this call.
+        of_anyone = claims.node_id == "" and target == f"{wire.PREFIX}/{wire.INFO}"
+        if claims.node_id != self._node_id and not of_anyone:
+            raise _RefusedError(wire.MISDIRECTED)
+        return claims
 
-    async def _dispatch(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _dispatch(self, scope: Scope, digest: str, receive: Receive, answer: _Answer) -> None:
         name = scope["path"].removeprefix(wire.PREFIX + "/")
         if scope["method"] != "POST" or name == scope["path"]:
             raise NotFound("there is no such call")
+        if name == wire.UNPACK:
+            await self._unpack(scope, digest, receive, answer)
+            return
+        body = await _body(receive, digest)
         if name == wire.CREATES:
-            specs = _specs(await _body(receive))
-            await self._creates(specs, answer)
+            await self._creates(_specs(body), answer)
         elif name == wire.EXEC:
-            arguments = wire.EXEC_CALL.arguments_of(await _body(receive))
+            arguments = wire.EXEC_CALL.arguments_of(body)
             events = self._node.exec(**arguments)
             await self._stream(_lines(events, lambda e: wire.ExecLine(ok=e)), receive, answer)
         elif name == wire.EVENTS:
-            await _body(receive)
             changes = self._node.events()
             await self._stream(_lines(changes, lambda e: wire.EventLine(ok=e)), receive, answer)
-        elif name == wire.UNPACK:
-            await self._unpack(scope, receive, answer)
         else:
             call = wire.CALLS.get(name)
             if call is None:
                 raise NotFound(f"there is no call `{name[:64]}`")
-            arguments = call.arguments_of(await _body(receive))
+            arguments = call.arguments_of(body)
             place: Any = self._node
             for part in name.split("."):
                 place = getattr(place, part)
@@ -128,7 +152,7 @@ class NodeApp:
         except OpendsecError as exc:
             await answer.fail(exc)
         else:
-            await answer.end(wire.encode({"ok": result}))
+            await answer.end(answer.line(wire.encode({"ok": result})))
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
@@ -153,7 +177,9 @@ class NodeApp:
             if not done:
                 await answer.alive()
                 continue
-            lines = b"".join(wire.encode(_create_line(tasks[task], task)) + b"\n" for task in done)
+            lines = b"".join(
+                answer.line(wire.encode(_create_line(tasks[task], task))) for task in done
+            )
             if left:
                 await answer.write(lines, _LINES)
             else:
@@ -193,7 +219,7 @@ class NodeApp:
                 except StopAsyncIteration:
                     await answer.end(b"", _LINES)
                     return
-                await answer.write(line, _LINES)
+                await answer.write(answer.line(line), _LINES)
         finally:
             self._readers.discard(gone)
             gone.cancel()
@@ -205,15 +231,24 @@ class NodeApp:
 
     # --- files --------------------------------------------------------------
 
-    async def _unpack(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _unpack(self, scope: Scope, digest: str, receive: Receive, answer: _Answer) -> None:
+        """Nothing is unpacked before the whole archive is proven."""
+        if digest != STREAMED:
+            raise InvalidRequest("an archive is sent piece by piece, its proof at its end")
         arguments = wire.UNPACK_CALL.arguments_of(_arguments(scope))
         with tempfile.NamedTemporaryFile(dir=self._scratch, prefix="unpack-") as file:
-            size = 0
+            content = hashlib.sha256()
+            size, rest = 0, b""
             async for piece in _pieces(receive):
-                size += len(piece)
+                # The last bytes of all are the proof.
+                data = rest + piece
+                data, rest = data[:-TRAILER_BYTES], data[-TRAILER_BYTES:]
+                size += len(data)
                 if size > ARCHIVE_BYTES_MAX:
                     raise PayloadTooLarge("the archive is too large")
-                await asyncio.to_thread(file.write, piece)
+                await asyncio.to_thread(_take, file, content, data)
+            if not self._prover.is_trailer(rest, answer.nonce, content.hexdigest()):
+                raise _RefusedError(wire.ALTERED)
             file.flush()
             arguments["archive"] = file.name
             await self._plain(self._node.unpack(**arguments), answer)
@@ -228,19 +263,29 @@ class NodeApp:
 class _Answer:
     """An answer whose head is sent when there is something to send, or when it takes long."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, prover: Prover) -> None:
         self._send = send
+        self._prover = prover
         self._begun = False
-        self.proof: str | None = None
+        self._lines = 0
+        self.nonce = ""
+        """Of the request. Empty: its sender has proven nothing."""
 
     async def _begin(self, status: int, kind: bytes, length: int | None = None) -> None:
         self._begun = True
         headers = [(b"content-type", kind)]
-        if self.proof is not None:
-            headers.append((wire.PROOF_HEADER.encode(), self.proof.encode()))
+        if self.nonce:
+            proof = self._prover.answer(self.nonce)
+            headers.append((wire.PROOF_HEADER.encode(), proof.encode()))
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def line(self, text: bytes) -> bytes:
+        """The next line of the body, with its proof."""
+        proof = self._prover.line(self.nonce, self._lines, text)
+        self._lines += 1
+        return b"%s%s\n" % (proof, text)
 
     async def write(self, data: bytes, kind: bytes = _JSON) -> None:
         """A piece of the body."""
@@ -260,8 +305,13 @@ class _Answer:
 
     async def fail(self, exc: OpendsecError) -> None:
         """The last piece, an error."""
-        status = 401 if isinstance(exc, Unauthenticated) else 200
-        await self.end(wire.encode(wire.Failure(error=wire.to_wire(exc))) + b"\n", status=status)
+        await self.end(self.line(wire.encode(wire.Failure(error=wire.to_wire(exc)))))
+
+    async def refuse(self, why: wire.Refusal) -> None:
+        """An answer that proves nothing."""
+        self.nonce = ""
+        told = wire.encode({"message": why.message, "remediation": why.remediation})
+        await self.end(told + b"\n", status=why.status)
 
 
 def _create_line(n: int, task: asyncio.Task[Any]) -> wire.CreateLine:
@@ -282,7 +332,7 @@ async def _lines(
         if isinstance(events, AsyncGenerator):
             await stack.enter_async_context(contextlib.aclosing(events))
         async for event in events:
-            yield wire.encode(line_of(event)) + b"\n"
+            yield wire.encode(line_of(event))
 
 
 def _specs(body: bytes) -> list[SandboxSpec]:
@@ -311,19 +361,26 @@ def _arguments(scope: Scope) -> bytes:
         raise InvalidRequest("the arguments are not base64") from exc
 
 
-async def _body(receive: Receive) -> bytes:
+async def _body(receive: Receive, digest: str) -> bytes:
     message = await receive()
-    first: bytes = message.get("body", b"")
-    if not message.get("more_body"):
-        return first
-    parts, size = [first], len(first)
-    while message.get("more_body"):
-        message = await receive()
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > wire.BODY_BYTES_MAX:
-            raise PayloadTooLarge("the request is too large")
-    return b"".join(parts)
+    body: bytes = message.get("body", b"")
+    if message.get("more_body"):
+        parts, size = [body], len(body)
+        while message.get("more_body"):
+            message = await receive()
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > wire.BODY_BYTES_MAX:
+                raise PayloadTooLarge("the request is too large")
+        body = b"".join(parts)
+    if digest_of(body) != digest:
+        raise _RefusedError(wire.ALTERED)
+    return body
+
+
+def _take(file: IO[bytes], content: hashlib._Hash, data: bytes) -> None:
+    content.update(data)
+    file.write(data)
 
 
 async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
