@@ -107,6 +107,100 @@ fn files_and_directories_go_where_copy_puts_them() {
 }
 
 #[test]
+fn many_sources_are_one_call() {
+    let agent = Agent::start();
+    let at = |path: &str| agent.path(path);
+    let archive = tar(
+        &agent,
+        |tree| {
+            fs::create_dir_all(tree.join("src/sub/deep")).unwrap();
+            fs::create_dir_all(tree.join("src/other")).unwrap();
+            for (path, text) in [
+                ("src/a.py", "a"),
+                ("src/b.py", "b"),
+                ("src/c.txt", "c"),
+                ("src/sub/x", "x"),
+                ("src/sub/deep/y", "y"),
+                ("src/other/z", "z"),
+            ] {
+                fs::write(tree.join(path), text).unwrap();
+            }
+            fs::hard_link(tree.join("src/a.py"), tree.join("src/same.py")).unwrap();
+        },
+        &["--sort=name"],
+    );
+    // Files into the place, which need not be there; of directories what is in them.
+    let done = copy(&agent, "src/*", &at("all"), &archive);
+    assert_eq!((done.status, &done.json()["entries"]), (200, &10.into()));
+    let expected = ["a.py", "b.py", "c.txt", "deep", "same.py", "x", "z"];
+    assert_eq!(names(&agent, "all"), expected);
+    assert_eq!(read(&agent, "all/deep/y"), "y");
+    let inode = |path: &str| fs::metadata(at(path)).unwrap().ino();
+    assert_eq!(inode("all/a.py"), inode("all/same.py"));
+    // One match is as if it had been named.
+    assert_eq!(copy(&agent, "src/*.txt", &at("one"), &archive).status, 200);
+    assert_eq!(read(&agent, "one"), "c");
+    // What belongs to several sources is there for each.
+    let target = at("more/");
+    let query = [
+        ("source", "src"),
+        ("source", "src/[ab].py"),
+        ("source", "src/sub/x"),
+        ("target", &target),
+        ("mode", "0600"),
+    ];
+    let done = unpack(&agent, &query, &archive);
+    assert_eq!(done.status, 200, "{:?}", done.json());
+    assert_eq!(
+        names(&agent, "more"),
+        ["a.py", "b.py", "c.txt", "other", "same.py", "sub", "x"]
+    );
+    assert_eq!(
+        (read(&agent, "more/sub/x"), read(&agent, "more/x")),
+        ("x".into(), "x".into())
+    );
+    assert_eq!(fs::metadata(at("more/x")).unwrap().mode() & 0o7777, 0o600);
+    // All or nothing.
+    let target = at("not");
+    let query = [("source", "src/*"), ("source", "no/*"), ("target", &target)];
+    let refused = unpack(&agent, &query, &archive);
+    assert_eq!(refused.status, 400);
+    assert!(
+        refused.json()["message"]
+            .as_str()
+            .unwrap()
+            .contains("'no/*'")
+    );
+    assert_eq!(names(&agent, ""), ["all", "more", "one"]);
+}
+
+#[test]
+fn a_file_and_a_directory_of_one_name_cannot_both_be_there() {
+    let agent = Agent::start();
+    let archive = tar(
+        &agent,
+        |tree| {
+            fs::create_dir_all(tree.join("a/name")).unwrap();
+            fs::create_dir_all(tree.join("b")).unwrap();
+            fs::write(tree.join("a/name/in"), "").unwrap();
+            fs::write(tree.join("b/name"), "").unwrap();
+        },
+        &[],
+    );
+    for wanted in [["a", "b"], ["b", "a"]] {
+        let target = agent.path("target/");
+        let query = [
+            ("source", wanted[0]),
+            ("source", wanted[1]),
+            ("target", &target),
+        ];
+        assert_eq!(unpack(&agent, &query, &archive).status, 400, "{wanted:?}");
+        fs::remove_dir_all(&target).unwrap();
+    }
+    assert_eq!(names(&agent, ""), [""; 0]);
+}
+
+#[test]
 fn every_compression() {
     let agent = Agent::start();
     let plain = sample(&agent);

@@ -46,6 +46,16 @@ AUTO_RESUME_TIMEOUT_S_MIN = 300
 """An automatic resume lets a sandbox live at least this long."""
 SNAPSHOT_NAME_CHARS_MAX = 128
 
+GROUP_SERVICES_MAX = 64
+GROUP_ALIASES_MAX = 16
+"""Further names of one service."""
+GROUP_TIMEOUT_S_DEFAULT = 3_600
+GROUP_START_TIMEOUT_S_DEFAULT = 600
+GROUP_START_TIMEOUT_S_MAX = 6 * 3_600
+"""How long a group may take until all its services are up. Well within ``IDEMPOTENCY_KEPT_S``."""
+
+UNPACK_SOURCES_CHARS_MAX = 8 * 1_024
+"""Of the sources of one call that copies from an archive: they travel in its head."""
 API_BODY_BYTES_MAX = 4 * 1_024 * 1_024
 LIST_LIMIT_MAX = 100
 

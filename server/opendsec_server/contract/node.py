@@ -528,7 +528,7 @@ class NodeClient(Protocol):
         sandbox_id: str,
         archive: str,
         *,
-        source: str,
+        sources: Sequence[str],
         target: str,
         user: str,
         mode: int | None,
@@ -538,14 +538,17 @@ class NodeClient(Protocol):
         Args:
             sandbox_id: Which.
             archive: Path of a tar file (plain, gzip or zstd) on the node.
-            source: Path in the archive to copy; its wildcards were resolved by who packed it.
-            target: Absolute path. With a trailing ``/``, or if it is a directory: into it.
+            sources: Paths in the archive to copy, or patterns as of ``fnmatch``, of which ``*``
+                stops at ``/``. The archive is read once, however much matches. Together at most
+                ``UNPACK_SOURCES_CHARS_MAX``.
+            target: Absolute path. With a trailing ``/``, if it is a directory, or for more than
+                one match: into it.
             user: Owner of what is copied, ``name`` or ``name:group``.
             mode: Permission bits for what is copied. None: as packed.
 
         Raises:
             SandboxNotFound, StateConflict: as ``exec``.
-            InvalidRequest: a damaged archive, nothing of that name in it, no such user.
+            InvalidRequest: a damaged archive, a source that nothing in it matches, no such user.
             NodeFull: no room on the sandbox's disk.
         """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -264,7 +264,7 @@ async def unpack_archive(
     spec: SandboxSpec,
     archive: Path,
     *,
-    source: str,
+    sources: Sequence[str],
     target: str,
     user: str,
     mode: int | None,
@@ -276,9 +276,9 @@ async def unpack_archive(
         NodeFull: no room on the sandbox's disk.
         AgentUnresponsive: the agent broke off.
     """
-    query = {"source": source, "target": target, "user": user}
+    query = [*(("source", source) for source in sources), ("target", target), ("user", user)]
     if mode is not None:
-        query["mode"] = f"{mode:o}"
+        query.append(("mode", f"{mode:o}"))
     try:
         file = await finish_in_thread(archive.open, "rb")
     except OSError as exc:

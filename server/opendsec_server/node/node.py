@@ -554,7 +554,7 @@ class Node:
         sandbox_id: str,
         archive: str,
         *,
-        source: str,
+        sources: Sequence[str],
         target: str,
         user: str,
         mode: int | None,
@@ -562,7 +562,7 @@ class Node:
         """See ``NodeClient.unpack``."""
         box, address = await self._reachable(sandbox_id)
         await unpack_archive(
-            address, box.spec, Path(archive), source=source, target=target, user=user, mode=mode
+            address, box.spec, Path(archive), sources=sources, target=target, user=user, mode=mode
         )
 
     async def pack(self, sandbox_id: str, options: PackOptions) -> ImageInfo:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Query strings.
 
-/// The first value of each parameter of a query string, decoded.
+/// The parameters of a query string, decoded.
 pub struct Query(Vec<(String, String)>);
 
 impl Query {
@@ -15,11 +15,20 @@ impl Query {
         )
     }
 
-    /// The value of a parameter, if it is there (it may be empty).
+    /// The first value of a parameter, if it is there (it may be empty).
     pub fn get(&self, name: &str) -> Option<&str> {
         self.0
             .iter()
             .find(|(key, _)| key == name)
+            .map(|(_, value)| value.as_str())
+    }
+
+    /// Every value of a parameter, in order.
+    pub fn all<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
+        let of_name = move |(key, _): &&(String, String)| key == name;
+        self.0
+            .iter()
+            .filter(of_name)
             .map(|(_, value)| value.as_str())
     }
 }
@@ -34,5 +43,6 @@ mod tests {
         assert_eq!(query.get("path"), Some("/a b c"));
         assert_eq!(query.get("username"), Some(""));
         assert_eq!(query.get("signature"), None);
+        assert!(query.all("path").eq(["/a b c", "/x"]));
     }
 }

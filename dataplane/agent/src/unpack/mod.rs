@@ -4,6 +4,7 @@
 
 mod input;
 mod place;
+mod sources;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,7 +58,8 @@ async fn wanted(agent: &Arc<Agent>, query: &Query) -> Result<Copy, FileError> {
         let given = query.get(name).map(str::to_owned);
         given.ok_or_else(|| FileError::bad(format!("{name} query parameter is required")))
     };
-    let (source, target) = (need("source")?, need("target")?);
+    let target = need("target")?;
+    need("source")?;
     let mode = query.get("mode").filter(|text| !text.is_empty());
     let mode = mode.map(|text| match u32::from_str_radix(text, 8) {
         Ok(mode) if mode <= 0o7777 => Ok(mode),
@@ -73,13 +75,13 @@ async fn wanted(agent: &Arc<Agent>, query: &Query) -> Result<Copy, FileError> {
     let owner = owner
         .await
         .map_err(|err| FileError::from_io("looking up the user", &err))??;
-    Copy::new(&source, target, owner, mode.transpose()?)
+    Copy::new(query.all("source"), target, owner, mode.transpose()?)
 }
 
 /// Unpacks on a thread of its own, while the body is fed to it here.
 async fn run(
     agent: &Arc<Agent>,
-    copy: Copy,
+    mut copy: Copy,
     body: &mut Incoming,
 ) -> Result<place::Report, FileError> {
     let lost = || FileError::new(StatusCode::INTERNAL_SERVER_ERROR, "unpacking failed");
@@ -92,7 +94,7 @@ async fn run(
         .stack_size(UNPACK_STACK_BYTES)
         .spawn(move || {
             // If the caller is gone, so is the interest in the result.
-            let _ = done.send(place::unpack(Body::new(received), &copy));
+            let _ = done.send(place::unpack(Body::new(received), &mut copy));
             drop(slot);
         })
         .map_err(|err| FileError::from_io("starting a thread", &err))?;

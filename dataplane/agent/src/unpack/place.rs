@@ -4,10 +4,10 @@
 //! What is wanted of the archive is unpacked into a directory beside its place, which nobody else
 //! can enter. When all is there, and nothing stands in its way, it is moved.
 
-use std::ffi::CString;
+use std::ffi::{CString, OsStr};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -19,20 +19,19 @@ use opendsec_layer::unpack::{Attributes, Options, Unpacker, write};
 use opendsec_layer::{Error, Kind};
 
 use super::input::Body;
+use super::sources::{Part, Sources};
 use crate::files::FileError;
 use crate::fs::copy::move_by_copy;
 use crate::limits::PATH_BYTES_MAX;
 use crate::paths;
 use crate::users::Owner;
 
-/// Below the staging directory: where the archive goes, and the name of the wanted part in it.
+/// Below the staging directory: where the parts of the archive go, each by its number.
 const INNER: &str = "in";
-const PART: &[u8] = b"part";
 
 /// What is copied, and where to.
 pub struct Copy {
-    /// Path in the archive, clean; empty for all of it.
-    source: Vec<u8>,
+    sources: Sources,
     target: String,
     owner: Owner,
     mode: Option<u32>,
@@ -51,32 +50,34 @@ impl Copy {
     /// Checks the paths.
     ///
     /// Errors: 400 for a source with `..`, and a target that is not absolute.
-    pub fn new(
-        source: &str,
+    pub fn new<'a>(
+        sources: impl Iterator<Item = &'a str>,
         target: String,
         owner: Owner,
         mode: Option<u32>,
     ) -> Result<Self, FileError> {
-        let source = clean(source.as_bytes()).map_err(refusal)?;
+        let sources = Sources::new(sources).map_err(refusal)?;
         if !target.starts_with('/') || target.contains('\0') || target.len() >= PATH_BYTES_MAX {
             return Err(FileError::bad(format!("'{target}' is no absolute path")));
         }
         Ok(Self {
-            source,
+            sources,
             target,
             owner,
             mode,
         })
     }
 
-    /// Where a path of the archive goes in the staging directory; `None` if it is not wanted.
-    fn staged(&self, path: &[u8]) -> Option<Vec<u8>> {
-        let rest = match path.strip_prefix(&self.source[..])? {
-            rest if self.source.is_empty() && !rest.is_empty() => [b"/", rest].concat(),
-            rest if rest.is_empty() || rest[0] == b'/' => rest.to_vec(),
-            _ => return None,
-        };
-        Some([PART, &rest].concat())
+    /// Where a part goes. Into the target if that is a directory, or gets several things; else it
+    /// becomes the target. Of directories it is their content that goes there.
+    fn target_of(&self, part: &Part, is_dir: bool) -> PathBuf {
+        let target = &self.target;
+        let is_into = || self.sources.are_several() || Path::new(target).is_dir();
+        if is_dir || !(target.ends_with('/') || is_into()) {
+            return PathBuf::from(paths::clean(target));
+        }
+        let name = part.path.rsplit(|byte| *byte == b'/').next();
+        PathBuf::from(paths::clean(target)).join(OsStr::from_bytes(name.unwrap_or_default()))
     }
 
     fn ids(&self) -> (u32, u32) {
@@ -88,38 +89,35 @@ impl Copy {
 ///
 /// Errors: 400 for a damaged archive, for one without the source, and for a target that cannot
 /// take it; 507 for a full disk. Then nothing has changed, unless moving itself failed half-way.
-pub fn unpack(body: Body, copy: &Copy) -> Result<Report, FileError> {
+pub fn unpack(body: Body, copy: &mut Copy) -> Result<Report, FileError> {
     let staging = Staging::new(&beside(&copy.target)?)?;
     let inner = staging.0.join(INNER);
     let report = fill(body, copy, &inner)?;
-    let part = inner.join(std::ffi::OsStr::from_bytes(PART));
-    let source = || String::from_utf8_lossy(&copy.source).into_owned();
-    let is_dir = match fs::symlink_metadata(&part) {
-        Ok(meta) => meta.is_dir(),
-        Err(err) if err.kind() == ErrorKind::NotFound => {
-            let what = format!("there is no '{}' in the archive", source());
-            return Err(FileError::bad(what));
-        }
-        Err(err) => return Err(FileError::from_io("looking at what was unpacked", &err)),
-    };
-    let mut target = copy.target.clone();
-    if !is_dir && (target.ends_with('/') || Path::new(&target).is_dir()) {
-        let source = source();
-        target = format!(
-            "{}/{}",
-            target.trim_end_matches('/'),
-            paths::base_name(&source)
-        );
+    if let Some(source) = copy.sources.missing() {
+        let what = format!("there is no '{source}' in the archive");
+        return Err(FileError::bad(what));
     }
-    let target = PathBuf::from(paths::clean(&target));
-    place(&part, &target, Step::Check)?;
+    let mut moves = Vec::new();
+    for (number, part) in copy.sources.parts() {
+        let from = inner.join(number.to_string());
+        let is_dir = fs::symlink_metadata(&from)
+            .map_err(|err| FileError::from_io("looking at what was unpacked", &err))?
+            .is_dir();
+        let to = copy.target_of(part, is_dir);
+        place(&from, &to, Step::Check)?;
+        moves.push((from, to));
+    }
     let (uid, gid) = copy.ids();
-    if let Some(parent) = target.parent() {
-        let parent = parent.to_string_lossy();
-        paths::ensure_dirs(&parent, uid, gid)
-            .map_err(|err| FileError::from_io(&format!("making '{parent}'"), &err))?;
+    let mut ready: Option<&Path> = None;
+    for (from, to) in &moves {
+        if let Some(parent) = to.parent().filter(|parent| ready != Some(parent)) {
+            let shown = parent.to_string_lossy();
+            paths::ensure_dirs(&shown, uid, gid)
+                .map_err(|err| FileError::from_io(&format!("making '{shown}'"), &err))?;
+            ready = Some(parent);
+        }
+        place(from, to, Step::Move)?;
     }
-    place(&part, &target, Step::Move)?;
     Ok(report)
 }
 
@@ -147,7 +145,7 @@ fn beside(target: &str) -> Result<PathBuf, FileError> {
 }
 
 /// Unpacks what is wanted below a new directory.
-fn fill(body: Body, copy: &Copy, inner: &Path) -> Result<Report, FileError> {
+fn fill(body: Body, copy: &mut Copy, inner: &Path) -> Result<Report, FileError> {
     let opened = fs::create_dir(inner).and_then(|()| File::open(inner));
     let dir = opened.map_err(|err| FileError::from_io("making a directory", &err))?;
     let limits = Limits {
@@ -170,35 +168,54 @@ fn fill(body: Body, copy: &Copy, inner: &Path) -> Result<Report, FileError> {
         bytes: 0,
     };
     while let Some(mut entry) = archive.next_entry().map_err(refusal)? {
-        if !stage(&mut entry, copy).map_err(refusal)? {
+        let path = clean(&entry.path).map_err(refusal)?;
+        let places = copy.sources.staged(&path).map_err(refusal)?;
+        let Some(first) = places.first() else {
             continue;
-        }
+        };
         report.entries += 1;
         if entry.kind == EntryKind::File {
             report.bytes += entry.size;
         }
-        unpacker
-            .entry(&entry, |file| write(&mut archive, file, &entry))
-            .map_err(refusal)?;
+        let links = match entry.kind {
+            EntryKind::HardLink => linked(&entry, &copy.sources).map_err(refusal)?,
+            _ => Vec::new(),
+        };
+        let written = inner.join(OsStr::from_bytes(first));
+        for (index, place) in places.iter().enumerate() {
+            entry.path.clone_from(place);
+            if let Some(link) = links.get(index).or(links.first()) {
+                entry.link.clone_from(link);
+            }
+            let made = if index == 0 {
+                unpacker.entry(&entry, |file| write(&mut archive, file, &entry))
+            } else {
+                unpacker.entry(&entry, |file| copy_content(&written, file))
+            };
+            made.map_err(refusal)?;
+        }
     }
     archive.drain().map_err(refusal)?;
     unpacker.finish();
     Ok(report)
 }
 
-/// Gives an entry its path in the staging directory; `false` if it is not wanted.
-fn stage(entry: &mut Entry, copy: &Copy) -> Result<bool, Error> {
-    let Some(path) = copy.staged(&clean(&entry.path)?) else {
-        return Ok(false);
-    };
-    if entry.kind == EntryKind::HardLink {
-        entry.link = copy.staged(&clean(&entry.link)?).ok_or_else(|| {
-            let what = "a hard link to a file that is not among those to be copied";
-            Error::invalid(what).at(&entry.path)
-        })?;
+/// Where the file of a hard link went: once or, as it may be part of several sources, more often.
+fn linked(entry: &Entry, sources: &Sources) -> Result<Vec<Vec<u8>>, Error> {
+    let places = sources.known(&clean(&entry.link)?);
+    if places.is_empty() {
+        let what = "a hard link to a file that is not among those to be copied";
+        return Err(Error::invalid(what).at(&entry.path));
     }
-    entry.path = path;
-    Ok(true)
+    Ok(places)
+}
+
+/// What was written already, for another place: the archive is read once.
+fn copy_content(written: &Path, file: &OwnedFd) -> Result<(), Error> {
+    let copied = File::open(written)
+        .and_then(|mut from| io::copy(&mut from, &mut File::from(file.try_clone()?)));
+    copied.map_err(|err| Error::system("cannot write", err))?;
+    Ok(())
 }
 
 fn refusal(err: Error) -> FileError {

@@ -38,7 +38,8 @@ class Manifest(msgspec.Struct, frozen=True):
     members: dict[str, str]
 
     def matching(self, pattern: str) -> list[str]:
-        """Paths that a pattern means, as a shell would: ``*`` stops at ``/``."""
+        """Paths that a pattern means, as a shell would: ``*`` stops at ``/``. Whoever unpacks the
+        archive matches the same."""
         wanted = pattern.split("/")
         found: dict[str, None] = {}
         for name in self.members:
@@ -66,14 +67,11 @@ def _with_parents(name: str) -> Iterator[str]:
         yield name
 
 
-def read_manifest(
-    archive: Path, *, contents: bool, bytes_max: int, stop: threading.Event
-) -> Manifest:
+def read_manifest(archive: Path, *, bytes_max: int, stop: threading.Event) -> Manifest:
     """Read an archive once. Takes as long as unpacking it; call it in a thread.
 
     Args:
         archive: A tar file, compressed or not.
-        contents: Also what the files hold, not only what they are called.
         bytes_max: What its files may hold together.
         stop: Ends it early: nobody waits for the answer.
 
@@ -107,7 +105,7 @@ def read_manifest(
                         errors="surrogateescape"
                     )
                 )
-                source = tar.extractfile(member) if contents and member.isfile() else None
+                source = tar.extractfile(member) if member.isfile() else None
                 while source is not None and (chunk := source.read(_CHUNK_BYTES)):
                     value.update(chunk)
                 members[name] = value.hexdigest()

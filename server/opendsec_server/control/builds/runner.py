@@ -10,7 +10,7 @@ import posixpath
 import tarfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from opendsec_server.contract.errors import (
     StartTimeout,
 )
 from opendsec_server.contract.images import PackOptions, StartCommand
+from opendsec_server.contract.limits import UNPACK_SOURCES_CHARS_MAX
 from opendsec_server.contract.node import NodeClient
 from opendsec_server.control.image_access import ImageAccess
 from opendsec_server.control.snapshots import Origin
@@ -281,11 +282,8 @@ class Runner:
             assert step.files_hash is not None
             inputs = step.files_hash
             archive = self._archive(step)
-            if not self._e2b or any(map(WILDCARDS.intersection, sources)):
-                manifest = await self._manifest(archive)
-                sources = await self._matching(manifest, sources)
-                if not self._e2b:
-                    inputs = await asyncio.to_thread(manifest.digest, sources)
+            if not self._e2b:
+                inputs = await self._inputs(archive, sources)
 
             async def copy(sandbox_id: str) -> None:
                 await self._unpack(sandbox_id, archive, sources, target, owner, mode)
@@ -304,22 +302,21 @@ class Runner:
             )
         return self._tools.uploads.path(project_id, step.files_hash)
 
+    async def _inputs(self, archive: Path, sources: list[str]) -> str:
+        """What the result of copying these hangs on: what they match, and what that holds."""
+        manifest = await self._manifest(archive)
+        return await _in_thread(lambda stop: manifest.digest(_found(manifest, sources, stop)))
+
     async def _manifest(self, archive: Path) -> Manifest:
         """Read once per build: every COPY of a Dockerfile copies from the same archive."""
         found = self._manifests.get(archive)
         if found is None:
-            found = await self._read_manifest(archive, contents=not self._e2b)
+            bytes_max = self._tools.builders.step_bytes_max
+            found = await _in_thread(
+                lambda stop: read_manifest(archive, bytes_max=bytes_max, stop=stop)
+            )
             self._manifests[archive] = found
         return found
-
-    async def _read_manifest(self, archive: Path, *, contents: bool) -> Manifest:
-        bytes_max = self._tools.builders.step_bytes_max
-        return await _in_thread(
-            lambda stop: read_manifest(archive, contents=contents, bytes_max=bytes_max, stop=stop)
-        )
-
-    async def _matching(self, manifest: Manifest, sources: list[str]) -> list[str]:
-        return await _in_thread(lambda stop: _found(manifest, sources, stop))
 
     async def _unpack(
         self,
@@ -332,13 +329,13 @@ class Runner:
     ) -> None:
         if len(sources) > 1 and not target.endswith("/"):
             target += "/"
-        for source in sources:
+        for some in _in_calls(sources):
             try:
                 await self._node.unpack(
-                    sandbox_id, str(archive), source=source, target=target, user=owner, mode=mode
+                    sandbox_id, str(archive), sources=some, target=target, user=owner, mode=mode
                 )
             except InvalidRequest as exc:
-                raise BuildFailed(f"COPY of `{source[:200]}`: {exc.message}") from exc
+                raise BuildFailed(f"COPY of `{' '.join(some)[:200]}`: {exc.message}") from exc
 
     async def _copy_from_stage(
         self,
@@ -354,9 +351,6 @@ class Runner:
         try:
             async with self._tools.builders.sandbox(self._sizes, other) as from_id:
                 await self._pack_up(from_id, sources, scratch)
-            if any(map(WILDCARDS.intersection, sources)):
-                manifest = await self._read_manifest(scratch, contents=False)
-                sources = await self._matching(manifest, sources)
             await self._unpack(sandbox_id, scratch, sources, target, owner, mode)
         finally:
             scratch.unlink(missing_ok=True)
@@ -452,7 +446,7 @@ class Runner:
             with _empty_directory(self._tools.uploads, self._build.project_id) as archive:
                 for path, owner in shape.directories:
                     await self._node.unpack(
-                        sandbox_id, str(archive), source="d", target=path, user=owner, mode=None
+                        sandbox_id, str(archive), sources=("d",), target=path, user=owner, mode=None
                     )
 
     async def _cached(self, key: str) -> str | None:
@@ -566,6 +560,21 @@ def _found(manifest: Manifest, sources: list[str], stop: threading.Event) -> lis
             )
         found += matching
     return found
+
+
+def _in_calls(sources: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Sources by calls: as a rule all of them, as the archive is read once for each."""
+    some: list[str] = []
+    chars = 0
+    for source in sources:
+        if len(source) > UNPACK_SOURCES_CHARS_MAX:
+            raise BuildFailed(f"COPY: a source has more than {UNPACK_SOURCES_CHARS_MAX} characters")
+        chars += len(source)
+        if chars > UNPACK_SOURCES_CHARS_MAX:
+            yield tuple(some)
+            some, chars = [], len(source)
+        some.append(source)
+    yield tuple(some)
 
 
 @contextlib.contextmanager

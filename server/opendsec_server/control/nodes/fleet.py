@@ -355,14 +355,14 @@ class Fleet:
         sandbox_id: str,
         archive: str,
         *,
-        source: str,
+        sources: Sequence[str],
         target: str,
         user: str,
         mode: int | None,
     ) -> None:
         """See ``NodeClient.unpack``."""
         await self._of(sandbox_id).unpack(
-            sandbox_id, archive, source=source, target=target, user=user, mode=mode
+            sandbox_id, archive, sources=sources, target=target, user=user, mode=mode
         )
 
     async def pack(self, sandbox_id: str, options: PackOptions) -> ImageInfo:

@@ -367,7 +367,7 @@ class HttpNode:
         sandbox_id: str,
         archive: str,
         *,
-        source: str,
+        sources: Sequence[str],
         target: str,
         user: str,
         mode: int | None,
@@ -376,7 +376,7 @@ class HttpNode:
         arguments = wire.UNPACK_CALL.arguments(
             sandbox_id=sandbox_id,
             archive="",
-            source=source,
+            sources=list_of(sources),
             target=target,
             user=user,
             mode=mode,

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import fnmatch
 import posixpath
 import tarfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -569,34 +570,39 @@ class FakeNode:
         sandbox_id: str,
         archive: str,
         *,
-        source: str,
+        sources: Sequence[str],
         target: str,
         user: str,
         mode: int | None,
     ) -> None:
         self._reach()
         self._must_be(sandbox_id, State.RUNNING)
-        disk, found = self.contents[sandbox_id].disk, False
+        self.calls.append("unpack")
+        disk = self.contents[sandbox_id].disk
+        texts: dict[str, str] = {}
         try:
             with tarfile.open(archive) as tar:
                 for member in tar.getmembers():
-                    name = posixpath.normpath(member.name)
                     content = tar.extractfile(member) if member.isfile() else None
-                    text = "" if content is None else content.read().decode(errors="replace")
-                    if name == source:
-                        found = True
-                        into = posixpath.basename(name) if target.endswith("/") else ""
-                        if member.isfile():
-                            disk[posixpath.join(target, into).rstrip("/")] = text
-                    elif source == "." or name.startswith(f"{source}/"):
-                        found = True
-                        rest = name if source == "." else name.removeprefix(f"{source}/")
-                        if member.isfile():
-                            disk[posixpath.join(target, rest)] = text
+                    if content is not None:
+                        name = posixpath.normpath(member.name)
+                        texts[name] = content.read().decode(errors="replace")
         except (tarfile.TarError, EOFError) as exc:
             raise InvalidRequest(f"the archive is damaged: {exc}") from exc
-        if not found:
-            raise InvalidRequest(f"the archive has no `{source}`")
+        found = [(source, part) for source in sources for part in _parts(texts, source)]
+        for source in sources:
+            if source not in dict(found):
+                raise InvalidRequest(f"the archive has no `{source}`")
+        if len(found) > 1:
+            target = target.rstrip("/") + "/"
+        for _, part in found:
+            if part in texts:
+                into = posixpath.basename(part) if target.endswith("/") else ""
+                disk[posixpath.join(target, into).rstrip("/")] = texts[part]
+            for name, text in texts.items():
+                if part == "." or name.startswith(f"{part}/"):
+                    rest = name if part == "." else name.removeprefix(f"{part}/")
+                    disk[posixpath.join(target, rest)] = text
 
     async def pack(self, sandbox_id: str, options: PackOptions) -> ImageInfo:
         self._reach()
@@ -829,3 +835,17 @@ class FakeNode:
             raise StateConflict(
                 f"sandbox {sandbox_id} is {status.state}", details={"state": status.state}
             )
+
+
+def _parts(names: Iterable[str], source: str) -> list[str]:
+    """What a source means, by path or by pattern."""
+    if source == ".":
+        return [source]
+    wanted = source.split("/")
+    parts = [name.split("/")[: len(wanted)] for name in names]
+    hits = (
+        part
+        for part in parts
+        if len(part) == len(wanted) and all(map(fnmatch.fnmatchcase, part, wanted))
+    )
+    return list(dict.fromkeys("/".join(part) for part in hits))

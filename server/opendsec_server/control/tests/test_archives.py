@@ -25,7 +25,7 @@ def member(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE) -> bytes
 
 def read(archive: Path, tar: bytes, bytes_max: int = 1 << 30) -> Manifest:
     archive.write_bytes(gzip.compress(tar + b"\0" * 1024, 1))
-    return read_manifest(archive, contents=True, bytes_max=bytes_max, stop=threading.Event())
+    return read_manifest(archive, bytes_max=bytes_max, stop=threading.Event())
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_reading_ends_when_nobody_waits(archive: Path) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(BuildFailed, match="given up"):
-        read_manifest(archive, contents=True, bytes_max=1_000, stop=stop)
+        read_manifest(archive, bytes_max=1_000, stop=stop)
 
 
 def test_what_is_below_a_source() -> None:
@@ -115,3 +115,37 @@ def test_digest_of_many_files_named_one_by_one_ends() -> None:
     names = [f"f{n}" for n in range(200_000)]
     manifest = Manifest(dict.fromkeys(names, "1"))
     assert manifest.digest(names) == manifest.digest(["."])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("*", "a.py", True),
+        ("*.py", "a.py", True),
+        ("*.py", "a.pyc", False),
+        ("a*b*c", "aXbYbZc", True),
+        ("a*b*c", "aXbYbZ", False),
+        ("?", "ü", True),
+        ("??", "ü", False),
+        ("[a-c]1", "b1", True),
+        ("[!a-c]1", "b1", False),
+        ("[!a-c]1", "d1", True),
+        ("[]]", "]", True),
+        ("[!]]", "x", True),
+        ("[a", "[a", True),
+        ("[a", "a", False),
+        ("[z-a]", "m", False),
+        ("[a-]", "-", True),
+        ("[-a]", "-", True),
+        ("[]-a]", "^", True),
+        ("[^a]", "^", True),
+        ("[[]x", "[x", True),
+        ("x[", "x[", True),
+        ("*[0-9]", "run7", True),
+        ("**", "anything", True),
+        ("a?c", "a/c", False),
+    ],
+)
+def test_patterns_mean_what_the_guest_agent_means(pattern: str, name: str, expected: bool) -> None:
+    # `dataplane/agent/src/unpack/sources.rs` has the same table.
+    assert Manifest({name: ""}).matching(pattern) == ([name] if expected else [])

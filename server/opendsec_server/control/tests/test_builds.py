@@ -281,6 +281,7 @@ async def test_copy_takes_files_directories_and_wildcards(
         copy("a.txt", "/into/"),
         copy("dir", "/tree", "root", "0755"),
         copy("dir/*.py", "/py/"),
+        copy("dir/*", "/every"),
         copy(".", "/all"),
     )
     build = await built(services, caller, plan)
@@ -288,8 +289,10 @@ async def test_copy_takes_files_directories_and_wildcards(
     disk = node.images.disks[build.image or ""]
     assert disk["/w/renamed.txt"] == disk["/into/a.txt"] == disk["/all/a.txt"] == "A"
     assert (disk["/tree/b.txt"], disk["/tree/sub/d.py"]) == ("B", "D")
-    assert disk["/py/c.py"] == "C"
+    assert disk["/py/c.py"] == disk["/every/c.py"] == "C"
+    assert disk["/every/d.py"] == "D"
     assert "/py/d.py" not in disk
+    assert node.calls.count("unpack") == 6
     count = node.calls.count("pack")
     assert (await built(services, caller, plan)).image == build.image
     assert node.calls.count("pack") == count

@@ -98,36 +98,42 @@ async def test_archives(node: NodeProcess, tmp_path: Path) -> None:
             info.size, info.mode = len(text), 0o600
             tar.addfile(info, io.BytesIO(text.encode()))
 
-    async def unpack(source: str, target: str, user: str = "user", mode: int | None = None) -> None:
-        options = {"source": source, "target": target, "user": user, "mode": mode}
+    async def unpack(
+        *sources: str, target: str, user: str = "user", mode: int | None = None
+    ) -> None:
+        options = {"sources": sources, "target": target, "user": user, "mode": mode}
         await node.call("unpack", spec.sandbox_id, str(archive), **options)
 
-    await unpack("src", "/opt/copied/")
-    await unpack("other", "/opt/named", user="root", mode=0o755)
+    await unpack("src", target="/opt/copied/")
+    await unpack("other", target="/opt/named", user="root", mode=0o755)
+    await unpack("src/*", "oth[e-f]r", target="/opt/many")
+    many = await node.exec(spec, "cd /opt/many; cat a b other", "root")
+    assert many[1] == "abo", many
     seen = await node.exec(
         spec, "cd /opt; find copied -type f | sort; stat -c '%U %a' named", "root"
     )
     assert "b" in seen[1] and "root 755" in seen[1], seen
     for source, target, user in (
         ("missing", "/x", "user"),
+        ("src/*.py", "/x", "user"),
         ("src", "/x", "no-such-user"),
         ("src", "relative", "user"),
     ):
         with pytest.raises(CallError) as error:
-            await unpack(source, target, user)
+            await unpack(source, target=target, user=user)
         assert error.value.code == "invalid_request", (source, target, user)
         assert "{" not in str(error.value), "the agent's words, not its JSON"
     archive.write_bytes(b"no archive" * 1000)
     with pytest.raises(CallError) as error:
-        await unpack("src", "/x")
+        await unpack("src", target="/x")
     assert error.value.code == "invalid_request"
     archive.write_bytes(b"no archive" * 1_000_000)
     with pytest.raises(CallError) as error:
-        await unpack("src", "/x")
+        await unpack("src", target="/x")
     assert error.value.code == "invalid_request"
     archive.unlink()
     with pytest.raises(CallError) as error:
-        await unpack("src", "/x")
+        await unpack("src", target="/x")
     assert error.value.code == "invalid_request"
 
 
@@ -142,7 +148,7 @@ async def test_no_room_for_an_archive(node: NodeProcess, tmp_path: Path) -> None
             tar.addfile(info, file)
     with pytest.raises(CallError) as error:
         await node.call(
-            "unpack", spec.sandbox_id, str(archive), source="big", target="/big", user="root",
+            "unpack", spec.sandbox_id, str(archive), sources=["big"], target="/big", user="root",
             mode=None,
         )  # fmt: skip
     assert error.value.code == "node_full"
