@@ -18,9 +18,15 @@ from opendsec_server.control.audit import Audit
 from opendsec_server.control.iam import Caller, KnownRefused
 from opendsec_server.store.audit import Call
 
-from .http import AUDIT_OBJECT_KEY, CALLER_KEY, ERROR_CODE_KEY, GUARDED_KEY, REFUSED_KEY
+from .http import (
+    AUDIT_OBJECT_KEY,
+    AUDIT_TEXT_CHARS_MAX,
+    CALLER_KEY,
+    ERROR_CODE_KEY,
+    GUARDED_KEY,
+    REFUSED_KEY,
+)
 
-TEXT_CHARS_MAX = 300
 _REFUSED = frozenset({401, 403, 429})
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -65,9 +71,11 @@ class Audited:
         await self._audit.record(
             Call(
                 at=time.time(),
-                request_id=str(scope.get("opendsec.request_id") or "")[:TEXT_CHARS_MAX],
+                request_id=str(scope.get("opendsec.request_id") or "")[:AUDIT_TEXT_CHARS_MAX],
                 **_who(caller, scope.get(REFUSED_KEY)),
-                action=f"{method} {scope.get('path_template') or scope['path']}"[:TEXT_CHARS_MAX],
+                action=f"{method} {scope.get('path_template') or scope['path']}"[
+                    :AUDIT_TEXT_CHARS_MAX
+                ],
                 object=_object(scope),
                 outcome=outcome,
                 status=status,
@@ -101,9 +109,9 @@ def _object(scope: dict[str, Any]) -> str | None:
     named = scope.get(AUDIT_OBJECT_KEY)
     if named is None:
         parts = [unquote(str(v), errors="replace") for v in scope.get("path_params", {}).values()]
-        named = " ".join(parts)
+        named = " ".join(parts)[:AUDIT_TEXT_CHARS_MAX]
     # PostgreSQL takes no NUL.
-    return named.replace("\0", "\ufffd")[:TEXT_CHARS_MAX] or None
+    return named.replace("\0", "\ufffd") or None
 
 
 def _address(scope: dict[str, Any]) -> str | None:
@@ -111,6 +119,6 @@ def _address(scope: dict[str, Any]) -> str | None:
     for name, value in scope["headers"]:
         if name == b"x-forwarded-for":
             first: str = value.decode("latin-1").partition(",")[0].strip()
-            return first[:TEXT_CHARS_MAX].replace("\0", "\ufffd")
+            return first[:AUDIT_TEXT_CHARS_MAX].replace("\0", "\ufffd")
     client = scope.get("client")
     return str(client[0]) if client else None

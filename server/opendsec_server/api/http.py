@@ -6,8 +6,10 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
+import hashlib
 import math
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote
@@ -29,6 +31,10 @@ REFUSED_KEY = "opendsec.refused"
 """Set in the scope of a request whose key is good, but not for what it asks: the error."""
 ERROR_CODE_KEY = "opendsec.error_code"
 AUDIT_OBJECT_KEY = "opendsec.audit_object"
+AUDIT_TEXT_CHARS_MAX = 300
+AUDIT_NAMES_MAX = 100
+"""So many of the objects of one call stand in its entry."""
+AUDIT_NAME_CHARS_MAX = 80
 SHOWN_CHARS_MAX = 64
 CURSOR_CHARS_MAX = 200
 
@@ -48,9 +54,19 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def about(request: Request, name: str) -> None:
+def about(request: Request, *names: str) -> None:
     """What a call was about, for the audit log: what it made, where its path does not say."""
-    request.scope[AUDIT_OBJECT_KEY] = name  # type: ignore[literal-required]
+    text = " ".join(names)[:AUDIT_TEXT_CHARS_MAX]
+    request.scope[AUDIT_OBJECT_KEY] = text  # type: ignore[literal-required]
+
+
+def about_many(request: Request, what: str, names: Sequence[str], *first: str) -> None:
+    """As ``about``, of many: how many, the first of them, and a digest of all, so that a list that
+    is shown later can be checked. The digest is SHA-256 of the names, each with a newline."""
+    digest = hashlib.sha256("".join(f"{name}\n" for name in names).encode()).hexdigest()
+    shown = [name[:AUDIT_NAME_CHARS_MAX] for name in names[:AUDIT_NAMES_MAX]]
+    text = " ".join([*first, f"{len(names)} {what} sha256:{digest}", *shown])
+    request.scope[AUDIT_OBJECT_KEY] = text  # type: ignore[literal-required]
 
 
 def answer(

@@ -80,7 +80,13 @@ class Done(msgspec.Struct, kw_only=True, frozen=True):
     error: OpendsecError | None = None
 
 
+Told = Callable[[Sequence[str]], None]
+"""Is told which sandboxes an operation is about."""
 _One = Callable[[SandboxRecord], Awaitable[Done]]
+
+
+def _nobody(_: Sequence[str]) -> None:
+    pass
 
 
 class _Reader:
@@ -152,14 +158,22 @@ class Bulk:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def kill(self, caller: Caller, selection: Selection) -> AsyncGenerator[Done, None]:
+    async def kill(
+        self, caller: Caller, selection: Selection, told: Told = _nobody
+    ) -> AsyncGenerator[Done, None]:
         """End sandboxes in any state. One that has ended before counts as done.
+
+        Args:
+            caller: Whose they are.
+            selection: Which.
+            told: Called with their ids before anything is done.
 
         Raises:
             InvalidRequest: the selection makes no sense.
             StoreUnavailable: it is not known which. Nothing was done.
         """
         names = await selected_ids(self._store, caller, selection)
+        told(names)
 
         async def one(record: SandboxRecord) -> Done:
             if not record.terminal:
@@ -170,7 +184,7 @@ class Bulk:
         return self._results(caller, names, one, AT_ONCE)
 
     async def set_timeout(
-        self, caller: Caller, selection: Selection, timeout_s: int
+        self, caller: Caller, selection: Selection, timeout_s: int, told: Told = _nobody
     ) -> AsyncGenerator[Done, None]:
         """Let sandboxes end ``timeout_s`` from now.
 
@@ -180,6 +194,7 @@ class Bulk:
         """
         check_timeout(timeout_s)
         names = await selected_ids(self._store, caller, selection)
+        told(names)
 
         async def one(record: SandboxRecord) -> Done:
             name = record.sandbox_id
@@ -189,7 +204,12 @@ class Bulk:
         return self._results(caller, names, one, AT_ONCE)
 
     async def exec(
-        self, caller: Caller, selection: Selection, command: Command, concurrency: int
+        self,
+        caller: Caller,
+        selection: Selection,
+        command: Command,
+        concurrency: int,
+        told: Told = _nobody,
     ) -> AsyncGenerator[Done, None]:
         """Run a command in each that runs.
 
@@ -198,6 +218,7 @@ class Bulk:
             StoreUnavailable: it is not known which. Nothing was done.
         """
         names = await selected_ids(self._store, caller, selection)
+        told(names)
 
         async def one(record: SandboxRecord) -> Done:
             return await self._exec(record, command)

@@ -65,6 +65,7 @@ class AuditFilter(msgspec.Struct, kw_only=True, frozen=True):
     """It and all below it. None: everything."""
     actor_id: str | None = None
     object: str | None = None
+    """All that a call was about, or one of several objects."""
     outcome: str | None = None
     since: float | None = None
     until: float | None = None
@@ -149,10 +150,15 @@ async def list_entries(store: Store, wanted: AuditFilter) -> list[AuditEntry]:
                 PROJECT_LINES.c.ancestor_id == wanted.project_id
             )
             query = query.where(AUDIT.c.project_id.in_(below))
-        for name in ("actor_id", "object", "outcome"):
+        for name in ("actor_id", "outcome"):
             value = getattr(wanted, name)
             if value is not None:
                 query = query.where(AUDIT.c[name] == value)
+        if wanted.object is not None:
+            # Of a call about several objects, each by itself.
+            words = sa.literal(" ") + AUDIT.c.object + " "
+            word = words.contains(f" {wanted.object} ", autoescape=True)
+            query = query.where((AUDIT.c.object == wanted.object) | word)
         if wanted.since is not None:
             query = query.where(AUDIT.c.at >= wanted.since)
         if wanted.until is not None:

@@ -10,6 +10,7 @@ from litestar.params import FromPath
 from opendsec_server.api.http import (
     Query,
     Request,
+    about,
     answer,
     caller_of,
     read_json,
@@ -41,6 +42,7 @@ async def request_build(request: Request) -> Response[bytes]:
     template, build = await services_of(request).builds.request(
         caller_of(request), convert.request_of(body)
     )
+    about(request, template.template_id, build.build_id)
     if request.scope["path"].startswith("/v2/"):
         (shown,) = await services_of(request).builds.shown([template])
         old = msgspec.structs.replace(

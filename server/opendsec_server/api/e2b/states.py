@@ -10,6 +10,8 @@ from litestar.params import FromPath
 from opendsec_server.api.errors import MAY_HAVE_HAPPENED_KEY
 from opendsec_server.api.http import (
     Request,
+    about,
+    about_many,
     answer,
     caller_of,
     make_cursor,
@@ -99,6 +101,8 @@ async def fork(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
         forked = await services.saving.fork(
             caller, name, ForkParams(count=count, mode=mode, timeout_s=timeout_s)
         )
+    made = [child.record.sandbox_id for child in forked.children if child.record is not None]
+    about_many(request, "sandboxes", made, name)
     results = [convert.fork_result_of(services, child) for child in forked.children]
     return answer(results, 201, headers)
 
@@ -117,6 +121,7 @@ async def create_snapshot(request: Request, sandbox_id: FromPath[str]) -> Respon
         saved = await services_of(request).saving.snapshot(
             caller_of(request), name, SnapshotParams(mode=mode, name=body.name or None)
         )
+    about(request, name, saved.snapshot.snapshot_id)
     return answer(convert.snapshot_info_of(saved.snapshot), 201, headers)
 
 

@@ -12,6 +12,7 @@ from litestar.params import FromPath
 from opendsec_server.api.http import (
     Query,
     Request,
+    about,
     answer,
     caller_of,
     make_cursor,
@@ -160,6 +161,7 @@ async def get_alias(request: Request, alias: FromPath[str]) -> Response[bytes]:
 async def assign_tags(request: Request) -> Response[bytes]:
     """``POST /templates/tags``: 201."""
     body = await read_json(request, _assign)
+    about(request, body.target, *body.tags)
     build, tags = await services_of(request).builds.assign_tags(
         caller_of(request), body.target, body.tags
     )
@@ -170,6 +172,7 @@ async def assign_tags(request: Request) -> Response[bytes]:
 async def remove_tags(request: Request) -> Response[None]:
     """``DELETE /templates/tags``, with a body: 204."""
     body = await read_json(request, _delete)
+    about(request, body.name, *body.tags)
     await services_of(request).builds.remove_tags(caller_of(request), body.name, body.tags)
     return no_content()
 

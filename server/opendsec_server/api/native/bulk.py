@@ -11,10 +11,17 @@ import msgspec
 from litestar import post
 from litestar.response import Stream
 
-from opendsec_server.api.http import Request, caller_of, read_json, rfc3339, services_of
+from opendsec_server.api.http import (
+    Request,
+    about_many,
+    caller_of,
+    read_json,
+    rfc3339,
+    services_of,
+)
 from opendsec_server.api.ndjson import done, ndjson
 from opendsec_server.contract import limits
-from opendsec_server.control.bulk import Command, CommandResult, Done
+from opendsec_server.control.bulk import Command, CommandResult, Done, Told
 from opendsec_server.control.params import check_env, check_text
 from opendsec_server.control.selection import Selection
 
@@ -49,7 +56,7 @@ _exec = msgspec.json.Decoder(schemas.BulkExec)
 async def bulk_kill(request: Request) -> Stream:
     body = await read_json(request, _kill)
     selection = _selection_of(body.select)
-    results = await services_of(request).bulk.kill(caller_of(request), selection)
+    results = await services_of(request).bulk.kill(caller_of(request), selection, _told(request))
     return ndjson(request, _lines(request, results))
 
 
@@ -71,7 +78,7 @@ async def bulk_timeout(request: Request) -> Stream:
     body = await read_json(request, _timeout)
     selection = _selection_of(body.select)
     results = await services_of(request).bulk.set_timeout(
-        caller_of(request), selection, body.timeout_s
+        caller_of(request), selection, body.timeout_s, _told(request)
     )
     return ndjson(request, _lines(request, results))
 
@@ -108,12 +115,21 @@ async def bulk_exec(request: Request) -> Stream:
         output_bytes=body.output_bytes,
     )
     results = await services_of(request).bulk.exec(
-        caller_of(request), _selection_of(body.select), command, body.concurrency
+        caller_of(request),
+        _selection_of(body.select),
+        command,
+        body.concurrency,
+        _told(request),
     )
     return ndjson(request, _lines(request, results))
 
 
 HANDLERS = [bulk_kill, bulk_timeout, bulk_exec]
+
+
+def _told(request: Request) -> Told:
+    """Names the sandboxes in the audit log."""
+    return lambda names: about_many(request, "sandboxes", names)
 
 
 def _selection_of(select: schemas.Selection) -> Selection:

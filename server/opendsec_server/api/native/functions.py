@@ -16,6 +16,7 @@ from litestar.response import Stream
 
 from opendsec_server.api.http import (
     Request,
+    about,
     answer,
     caller_of,
     no_content,
@@ -136,6 +137,7 @@ async def delete_pool(request: Request, name: FromPath[str]) -> Response[None]:
 )
 async def run_call(request: Request) -> Response[bytes]:
     body = await read_json(request, _run)
+    about(request, body.pool)
     code, limits = _code_of(body), _limits_of(body)
     outcome = await services_of(request).functions.call(
         caller_of(request), body.pool, code, _item_of(body.item, body.code), limits
@@ -163,6 +165,7 @@ async def run_call(request: Request) -> Response[bytes]:
 )
 async def map_calls(request: Request) -> Stream:
     body = await read_json(request, _map)
+    about(request, body.pool)
     code, limits = _code_of(body), _limits_of(body)
     items = [_item_of(item, body.code) for item in body.items]
     outcomes = await services_of(request).functions.map(

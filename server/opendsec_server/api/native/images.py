@@ -10,6 +10,7 @@ from litestar.params import FromPath
 from opendsec_server.api.http import (
     Request,
     about,
+    about_many,
     answer,
     caller_of,
     no_content,
@@ -156,6 +157,7 @@ async def prune_images(request: Request) -> Response[bytes]:
     report = await services_of(request).images.prune(
         caller_of(request), unused_for_s=body.unused_for_s
     )
+    about_many(request, "images", report.images)
     return answer(
         schemas.Pruned(
             images=list(report.images), layers=report.layers, freed_bytes=report.freed_bytes
@@ -179,6 +181,7 @@ async def prune_images(request: Request) -> Response[bytes]:
 )
 async def push_image(request: Request, image: FromPath[str]) -> Response[bytes]:
     body = await read_json(request, _push)
+    about(request, segment(image), body.reference)
     digest = await services_of(request).images.push(
         caller_of(request), segment(image), body.reference, auth=auth_of(body.registry_auth)
     )

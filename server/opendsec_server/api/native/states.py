@@ -10,6 +10,8 @@ from litestar.params import FromPath
 from opendsec_server.api.http import (
     Query,
     Request,
+    about,
+    about_many,
     answer,
     caller_of,
     make_cursor,
@@ -165,6 +167,8 @@ async def fork_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[
         key=key,
     )
     request_id = request.scope.get("opendsec.request_id")
+    made = [child.record.sandbox_id for child in forked.children if child.record is not None]
+    about_many(request, "sandboxes", made, segment(sandbox_id))
     items = [fork_item_of(services, child, request_id) for child in forked.children]  # type: ignore[arg-type]
     return answer(schemas.Forked(items=items), 201, _replayed(forked.replayed))
 
@@ -199,6 +203,7 @@ async def create_snapshot(request: Request, sandbox_id: FromPath[str]) -> Respon
         SnapshotParams(mode=body.mode, name=body.name),
         key=key,
     )
+    about(request, segment(sandbox_id), saved.snapshot.snapshot_id)
     return answer(snapshot_of(saved.snapshot), 201, _replayed(saved.replayed))
 
 
@@ -239,6 +244,7 @@ async def pack_sandbox(request: Request, sandbox_id: FromPath[str]) -> Response[
         squash=body.squash,
         scrub=body.scrub,
     )
+    about(request, segment(sandbox_id), image.digest)
     return answer(image_of(image), 201)
 
 

@@ -9,6 +9,7 @@ from litestar.params import FromPath
 
 from opendsec_server.api.http import (
     Request,
+    about,
     answer,
     caller_of,
     no_content,
@@ -190,6 +191,7 @@ async def delete_template(request: Request, template: FromPath[str]) -> Response
 )
 async def assign_tags(request: Request, template: FromPath[str]) -> Response[bytes]:
     body = await read_json(request, _assign)
+    about(request, segment(template), *body.tags)
     build, _ = await services_of(request).builds.assign_tags(
         caller_of(request), segment(template), body.tags
     )
@@ -238,6 +240,7 @@ async def remove_tag(
 )
 async def push_template(request: Request, template: FromPath[str]) -> Response[bytes]:
     body = await read_json(request, _push)
+    about(request, segment(template), body.reference)
     digest = await services_of(request).builds.push(
         caller_of(request),
         segment(template),

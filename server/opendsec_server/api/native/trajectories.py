@@ -14,6 +14,7 @@ from litestar.response import Stream
 from opendsec_server.api.http import (
     Query,
     Request,
+    about,
     answer,
     caller_of,
     read_json,
@@ -115,6 +116,7 @@ async def create_action(request: Request, sandbox_id: FromPath[str]) -> Response
     fields = msgspec.structs.asdict(body)
     wait_s = fields.pop("wait_s")
     fields["argv"] = tuple(fields["argv"])
+    about(request, segment(sandbox_id), body.action_id)
     caller = caller_of(request)
     caller.require(_RIGHTS.get(body.kind, "sandboxes:connect"))
     acted = await services_of(request).trajectories.act(
@@ -261,6 +263,7 @@ async def fast_forward(request: Request, sandbox_id: FromPath[str]) -> Stream:
     caller = caller_of(request)
     caller.require_sandbox(segment(sandbox_id))
     caller.require_sandbox(body.source)
+    about(request, segment(sandbox_id), body.source)
     lines = await services_of(request).trajectories.fast_forward(
         caller,
         segment(sandbox_id),
