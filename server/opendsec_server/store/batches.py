@@ -421,6 +421,21 @@ def _note(connection: sa.Connection, store: Store, outcomes: Sequence[Outcome], 
         _count(connection, batch, made=made, failed=len(news) - made, now=now)
 
 
+async def settle_begun(store: Store, batch_id: str, error: ErrorBody, *, now: float) -> None:
+    """Settle all items of a batch that have begun and have no outcome, with an error."""
+    query = sa.select(BATCH_ITEMS.c.idx).where(
+        BATCH_ITEMS.c.batch_id == batch_id, BATCH_ITEMS.c.seq.is_(None)
+    )
+
+    def work(connection: sa.Connection) -> None:
+        _lock(connection, store, [batch_id])
+        left = connection.execute(query).scalars().all()
+        outcomes = [Outcome(batch_id=batch_id, index=index, error=error) for index in left]
+        _note(connection, store, outcomes, now)
+
+    await store.write(work)
+
+
 async def prune_batches(store: Store, *, finished_before: float) -> int:
     """Remove batches that finished before a time; how many. At ``PRUNE_BATCH``, call again."""
     old = (

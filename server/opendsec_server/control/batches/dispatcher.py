@@ -19,6 +19,7 @@ import structlog
 
 from opendsec_server.contract.errors import (
     BatchCancelled,
+    Internal,
     NodeUnavailable,
     OpendsecError,
     PlatformError,
@@ -230,8 +231,14 @@ class Dispatcher:
         wait."""
         items: list[SandboxRecord | ErrorBody] = []
         first = running.batch.next_index
+        assert running.params is not None
         for index in range(first, first + count):
-            params = running.params.item(index)
+            try:
+                params = running.params.item(index)
+            except msgspec.ValidationError:
+                log.exception("an item cannot be read", batch_id=running.batch_id, index=index)
+                items.append(unreadable().to_dict())
+                continue
             origin = running.origin(params)
             if origin is None:
                 break
@@ -510,8 +517,19 @@ class Dispatcher:
         self._on_over(running)
 
 
+def unreadable() -> OpendsecError:
+    """What is said of items of a batch of which this release can make nothing."""
+    return Internal(
+        "what the batch asked for cannot be read by the server that went on with it",
+        remediation="Ask for the rest in another batch. A server of an older release than the one "
+        "that took the batch may be why.",
+    )
+
+
 def _why_over(running: RunningBatch) -> OpendsecError | None:
     """Why no more items of a batch begin."""
+    if running.params is None:
+        return unreadable()
     if running.batch.cancelled_at is not None:
         return BatchCancelled("the batch was cancelled before this item's turn came")
     if asyncio.get_running_loop().time() >= running.begin_until:

@@ -34,7 +34,7 @@ class RunningBatch:
 
     Args:
         batch: As the store has it.
-        params: What was asked for.
+        params: What was asked for. None: that cannot be read, and no more items begin.
         caller: The project in whose name sandboxes are made.
         origins: Find what they start from.
         wake: Called when the batch can go on.
@@ -43,7 +43,7 @@ class RunningBatch:
     def __init__(
         self,
         batch: Batch,
-        params: BatchParams,
+        params: BatchParams | None,
         caller: Caller,
         origins: Origins,
         wake: Callable[[], None],

@@ -28,11 +28,11 @@ from opendsec_server.control.ledger import Ledger
 from opendsec_server.control.nodes import Fleet
 from opendsec_server.control.origins import Origins
 from opendsec_server.store import batches as rows
-from opendsec_server.store.batches import Batch, Item
+from opendsec_server.store.batches import Batch, Beginning, Item
 from opendsec_server.store.records import IdempotencyClaim, SandboxRecord
 from opendsec_server.store.store import Store
 
-from .dispatcher import Dispatcher
+from .dispatcher import SETTLED_TOGETHER_MAX, Dispatcher, unreadable
 from .outcomes import OutcomeWriter
 from .params import BatchParams
 from .running import RunningBatch
@@ -114,8 +114,6 @@ class Batches:
         self._keeping: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._pruned_at = time.monotonic()
-        self._unreadable: set[str] = set()
-        """Batches of which this process can make nothing: it leaves them alone."""
         self._stopped = False
 
     async def start(self) -> None:
@@ -286,7 +284,7 @@ class Batches:
         names = [m.node_id for m in self._fleet.members if m.node_id is not None]
         return sum(map(self._cap_of, names)) or STARTS_MIN
 
-    def _running(self, batch: Batch, params: BatchParams, caller: Caller) -> RunningBatch:
+    def _running(self, batch: Batch, params: BatchParams | None, caller: Caller) -> RunningBatch:
         return RunningBatch(batch, params, caller, self._origins, self._queue.wake)
 
     def _tell(self, batch_ids: set[str]) -> None:
@@ -305,7 +303,7 @@ class Batches:
         return await rows.claim_batches(
             self._store,
             self._owner,
-            held=[*self._queue.batches, *self._unreadable],
+            held=list(self._queue.batches),
             seat=seat,
             now=now,
             lease_until=now + LEASE_S,
@@ -320,14 +318,35 @@ class Batches:
             except Exception:
                 # The others must not wait for it.
                 log.exception("batch cannot be taken over", batch_id=batch.batch_id)
-                self._unreadable.add(batch.batch_id)
+                await self._end_unread(batch)
+
+    async def _end_unread(self, batch: Batch) -> None:
+        """End all that is open of a batch whose items cannot be read: who waits for it must not
+        wait for ever. What there is of its sandboxes is found by their records."""
+        error = unreadable().to_dict()
+        while batch.finished_at is None and batch.next_index < batch.asked:
+            count = min(batch.asked - batch.next_index, SETTLED_TOGETHER_MAX)
+            rest = Beginning(batch_id=batch.batch_id, first=batch.next_index, items=[error] * count)
+            (begun,) = await rows.begin_items(self._store, self._owner, [rest], now=time.time())
+            if begun.batch is None or not begun.taken:
+                # It is gone, or another process has it.
+                return
+            batch = begun.batch
+        await rows.settle_begun(self._store, batch.batch_id, error, now=time.time())
+        self._tell({batch.batch_id})
 
     async def _take_one(self, batch: Batch) -> None:
         project = await rows.project_of(self._store, batch)
         if project is None:
             return
         caller = Caller(project=project, key_id="")
-        running = self._running(batch, BatchParams.unpack(batch.params), caller)
+        params = None
+        try:
+            params = BatchParams.unpack(batch.params)
+        except Exception:
+            # What has begun is seen through all the same.
+            log.exception("batch cannot be read", batch_id=batch.batch_id)
+        running = self._running(batch, params, caller)
         begun = await rows.begun_items(self._store, batch.batch_id)
         if batch.batch_id in self._queue.batches:
             # It was asked for here while it was looked for, and is at work.

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 
@@ -28,7 +29,10 @@ from opendsec_server.control.iam import Caller
 from opendsec_server.control.nodes import Fleet, NodeNotReached, NodeSource
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.services import Services
+from opendsec_server.store import batches as rows
+from opendsec_server.store.records import SandboxRecord
 from opendsec_server.store.sandboxes import get_sandbox
+from opendsec_server.store.store import Store
 from opendsec_server.store.tables import BATCHES, PROJECTS
 
 from .batch_kit import STUCK_S, check, crash, many, outcomes
@@ -61,7 +65,8 @@ async def test_items_that_differ(services: Services, node: FakeNode, caller: Cal
     assert params.differing == {"1": {"env": {"A": "2"}, "memory_mb": 256}}
     assert BatchParams.unpack(params.pack()) == params
     asked = await services.batches.create(caller, params, key="k")
-    assert await services.batches.create(caller, params, key="k") == asked
+    again = await services.batches.create(caller, params, key="k")
+    assert again.batch_id == asked.batch_id
     _, items = await outcomes(services, caller, asked.batch_id)
     specs = {item.index: node.specs[item.sandbox_id or ""] for item in items}
     assert [specs[index].memory_mb for index in range(3)] == [128, 256, 128]
@@ -371,25 +376,67 @@ async def test_a_comparison_leaves_a_create_on_a_second_node_alone(
         assert batch.made == 8 and {r and r.state for r in records} == {State.RUNNING}
 
 
-async def test_a_batch_that_cannot_be_read_holds_up_no_other(
-    config: Config, node: FakeNode, services: Services, caller: Caller
+@pytest.mark.parametrize("begun_too", [False, True])
+async def test_a_batch_that_cannot_be_read_ends_and_holds_up_no_other(
+    config: Config,
+    node: FakeNode,
+    services: Services,
+    caller: Caller,
+    monkeypatch: pytest.MonkeyPatch,
+    begun_too: bool,
 ) -> None:
+    """What has begun is made, if at least that can be read."""
+    monkeypatch.setattr(dispatcher, "SETTLED_TOGETHER_MAX", 30)
     node.gate = asyncio.Event()
-    bad = await services.batches.create(caller, many(10), key=None)
+    bad = await services.batches.create(caller, many(200), key=None)
     good = await services.batches.create(caller, many(10), key=None)
     await node.admitted.wait()
     damage = sa.update(BATCHES).where(BATCHES.c.batch_id == bad.batch_id).values(params="{}")
     await services.store.write(lambda c: c.execute(damage) and None)
     await crash(services)
     node.gate.set()
+    true = rows.begun_items
+
+    async def begun_items(store: Store, batch_id: str) -> list[tuple[int, SandboxRecord]]:
+        if begun_too and batch_id == bad.batch_id:
+            raise ValueError("a record that cannot be read")
+        return await true(store, batch_id)
+
+    monkeypatch.setattr(rows, "begun_items", begun_items)
     again = await Services.start(config, node)
     try:
-        batch, _ = await outcomes(again, await first_caller(again), good.batch_id)
+        who = await first_caller(again)
+        batch, _ = await outcomes(again, who, good.batch_id)
         assert batch.made == 10
-        assert not await again.batches._claim(None), "it is not tried for ever"
+        batch, items = await outcomes(again, who, bad.batch_id)
+        assert sorted(item.index for item in items) == list(range(200))
+        assert batch.made + batch.failed == 200 and batch.finished_at is not None
+        begun = [item for item in items if item.sandbox_id is not None]
+        assert begun
+        assert len([item for item in begun if item.error is None]) == batch.made
+        assert batch.made == (0 if begun_too else len(begun))
+        errors = [item.error for item in items if item.error is not None]
+        assert {error["code"] for error in errors} == {"internal"}
+        assert {error["fault"] for error in errors} == {"platform"}
+        assert all("cannot be read" in error["message"] for error in errors)
+        assert not await again.batches._claim(None), "nothing is left to take over"
     finally:
         await again.stop()
-        await again.batches.stop()
+
+
+async def test_an_item_that_cannot_be_read_is_one_error(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    common = CreateParams(memory_mb=128)
+    own = [common, CreateParams(memory_mb=256), common]
+    params = BatchParams.of(common, own, count=0, wait_s=60)
+    params = msgspec.structs.replace(params, differing={"1": {"memory_mb": "much"}})
+    asked = await services.batches.create(caller, params, key=None)
+    batch, items = await outcomes(services, caller, asked.batch_id)
+    check(batch, items, node)
+    failed = [(item.index, item.error) for item in items if item.error is not None]
+    assert [index for index, _ in failed] == [1]
+    assert failed[0][1] is not None and failed[0][1]["code"] == "internal"
 
 
 async def test_a_batch_that_is_at_work_is_not_taken_over_from_itself(
