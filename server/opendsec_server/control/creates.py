@@ -379,7 +379,13 @@ class Creates:
             default_workdir=origin.default_workdir,
             gpu=0 if params.extra.vm is None else len(params.extra.vm.devices),
         )
-        return self._placed(record, only=origin.node_id)
+        pinned = record.extra.node_id
+        if pinned is not None and origin.node_id not in (None, pinned):
+            raise NodeFull(
+                f"`{origin.name}` is on another node than the sandboxes that this one belongs to",
+                details={"node_id": origin.node_id, "needed": pinned},
+            )
+        return self._placed(record, only=origin.node_id or pinned)
 
     def _placed(
         self, record: SandboxRecord, *, only: str | None = None, avoid: Collection[str] = ()
@@ -416,14 +422,14 @@ class Creates:
         now = time.time()
         fresh = msgspec.structs.replace(record, created_at=now, end_at=now + record.timeout_s)
         # A snapshot is on its node only.
-        return self._placed(fresh, only=None if record.snapshot_id is None else record.node_id)
+        return self._placed(fresh, only=record.node_id if _stays(record) else None)
 
     async def _moved(
         self, record: SandboxRecord, refused_by: Collection[str], flying: contextlib.ExitStack
     ) -> SandboxRecord | None:
         """The record of a sandbox of which nothing was made, on another node; its id flies in the
         stack. None: there is none that may be asked."""
-        if record.snapshot_id is not None or len(refused_by) >= NODES_TRIED_MAX:
+        if _stays(record) or len(refused_by) >= NODES_TRIED_MAX:
             return None
         try:
             moved = self._placed(record, avoid=refused_by)
@@ -468,6 +474,7 @@ class Creates:
             snapshot_id=record.snapshot_id,
             network=record.network,
             vm=record.extra.vm,
+            group=record.extra.group,
             default_user=default_user or "user",
             default_workdir=record.default_workdir,
             access_token=self._mint.access(record.sandbox_id),
@@ -622,6 +629,11 @@ def failure(record: SandboxRecord, exc: OpendsecError, cause: str) -> StateChang
         message=exc.message,
         fault=None if killed else exc.fault,
     )
+
+
+def _stays(record: SandboxRecord) -> bool:
+    """Whether no other node can make it: its snapshot, or its group, is there."""
+    return record.snapshot_id is not None or record.extra.node_id is not None
 
 
 def _check_sizes(params: CreateParams, origin: Origin) -> None:

@@ -160,7 +160,9 @@ class Lifecycle:
         await self._ledger.apply([await self.end_on_node(record)])
         return await self.get(caller, sandbox_id), True
 
-    async def end_on_node(self, record: SandboxRecord) -> StateChange:
+    async def end_on_node(
+        self, record: SandboxRecord, reason: EndReason = EndReason.KILLED
+    ) -> StateChange:
         """End a sandbox on its node; what that means for its record.
 
         Raises:
@@ -168,19 +170,19 @@ class Lifecycle:
         """
         self._invalidations.publish(record.sandbox_id)
         try:
-            return await self._kill_on_node(record.sandbox_id)
+            return await self._kill_on_node(record.sandbox_id, reason)
         except SandboxNotFound:
             pass
         # The create may not have reached the node yet; once it has, there is something to kill.
         if await self._creates.wait_for(record.sandbox_id):
             try:
-                return await self._kill_on_node(record.sandbox_id)
+                return await self._kill_on_node(record.sandbox_id, reason)
             except SandboxNotFound:
                 pass
         return lost(record.sandbox_id, cause="api")
 
-    async def _kill_on_node(self, sandbox_id: str) -> StateChange:
-        status = await self._node.kill(sandbox_id, EndReason.KILLED)
+    async def _kill_on_node(self, sandbox_id: str, reason: EndReason) -> StateChange:
+        status = await self._node.kill(sandbox_id, reason)
         return change_from_status(status, cause="api", now=time.time())
 
     async def set_timeout(self, caller: Caller, sandbox_id: str, timeout_s: int) -> SandboxRecord:

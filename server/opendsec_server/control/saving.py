@@ -614,7 +614,8 @@ def _child_of(
         pause_mode=source.pause_mode,
         auto_resume=source.auto_resume,
         network=source.network,
-        extra=source.extra,
+        # Of a member of a group: a copy is in none.
+        extra=msgspec.structs.replace(source.extra, group=None, node_id=None),
         snapshot_id=base.snapshot_id,
         image=base.image,
         default_user=base.default_user,

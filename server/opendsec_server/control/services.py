@@ -20,6 +20,8 @@ from .builds.service import Builds
 from .bulk import Bulk
 from .creates import Creates
 from .functions.service import Functions
+from .groups import Groups
+from .groups.runner import Tools as GroupTools
 from .iam import Iam, Principals, Projects, Tokens
 from .image_access import ImageAccess
 from .images import Images
@@ -144,6 +146,16 @@ class Services:
         )
         self.tasks = Tasks(store, node, operations)
         self.task_keeper = TaskKeeper(store, self.tasks, operations)
+        self.groups = Groups(
+            GroupTools(
+                store=store,
+                fleet=fleet,
+                creates=self.creates,
+                origins=origins,
+                lifecycle=self.lifecycle,
+                ledger=ledger,
+            )
+        )
         self.packing = Packing(node, self.lifecycle, self.metrics)
         self.trajectories = Trajectories(
             store=store, node=node, lifecycle=self.lifecycle, saving=self.saving
@@ -198,6 +210,7 @@ class Services:
             await services.images.start()
             # Before the watcher settles what is left half-way: theirs goes on.
             await services.batches.start()
+            await services.groups.start()
             await services.functions.start()
             await services.watcher.start()
             await services.trajectories.start()
@@ -213,6 +226,7 @@ class Services:
         """Finish what is under way and close the store. Sandboxes go on running."""
         self.closing.set()
         self.invalidations.close()
+        await self.groups.stop()
         await self.functions.stop()
         await self.batches.stop()
         await self.bulk.stop()

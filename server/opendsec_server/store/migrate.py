@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from .errors import StoreSchemaNewer
 
-SCHEMA_REVISION = "0010"
+SCHEMA_REVISION = "0012"
 """The newest script. A database that is there already needs no Alembic in memory."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"

@@ -12,6 +12,7 @@ from opendsec_server.contract.images import ReadyCheck, StartCommand
 from opendsec_server.contract.node import (
     Accelerator,
     Backend,
+    GroupMembership,
     NetworkPolicy,
     OnTimeout,
     SandboxUsage,
@@ -143,6 +144,10 @@ class SandboxExtra(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     """And awaited so."""
     node_labels: dict[str, str] = {}
     """Labels that its node must have."""
+    group: GroupMembership | None = None
+    """The group that it is a member of."""
+    node_id: str | None = None
+    """The only node that may make it: the other members of its group are there."""
 
 
 class SandboxRecord(msgspec.Struct, kw_only=True, frozen=True):

@@ -35,6 +35,7 @@ _TAGS = {
     "tasks": "The caller's jobs: pause, resume, end and account for all sandboxes of one.",
     "snapshots": "Saved sandboxes, which others can start from.",
     "batches": "Many sandboxes in one call.",
+    "groups": "Several sandboxes on one private network, started and ended as one.",
     "trajectories": "What is done in sandboxes: recorded before it runs, and never done twice.",
     "nodes": "Machines that run sandboxes. For operators.",
     "images": "Container images on the node, shared by all projects.",

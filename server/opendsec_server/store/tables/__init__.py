@@ -17,6 +17,7 @@ from .accounts import (
 from .audit import AUDIT
 from .batches import BATCH_ITEMS, BATCHES
 from .functions import FUNCTION_POOLS, FUNCTION_WORKERS
+from .groups import GROUP_MEMBERS, GROUPS
 from .images import IMAGE_ACCESS
 from .metadata import METADATA
 from .sandboxes import IDEMPOTENCY, SANDBOX_TRANSITIONS, SANDBOXES
@@ -35,6 +36,8 @@ __all__ = [
     "FUNCTION_POOLS",
     "FUNCTION_WORKERS",
     "GRANTS",
+    "GROUPS",
+    "GROUP_MEMBERS",
     "IDEMPOTENCY",
     "IMAGE_ACCESS",
     "METADATA",
