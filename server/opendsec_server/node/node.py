@@ -60,6 +60,8 @@ from .container import seccomp
 from .container.bundle import HostTraits
 from .container.runtime import OciRuntime
 from .exec import exec_events, unpack_archive
+from .groups import Groups
+from .groups import membership as group_membership
 from .hooks.admit import Admit
 from .images import Images
 from .journal import Journal, Record, Transition
@@ -159,6 +161,7 @@ class Node:
         services.cgroups.prepare()
         await PauseSwap(services.config).set_up()
         slots.route_localnet = host.route_localnet
+        services.groups.resolvers = lambda: host.resolvers
         backends = await find_backends(services)
         lifecycle = Lifecycle(
             journal,
@@ -174,6 +177,7 @@ class Node:
         services.snapshots.memory_in_use = lifecycle.memory_in_use
         await services.layers.lazy.adopt()
         found = await adopt_living(services, lifecycle)
+        await services.groups.adopt([lifecycle.boxes[name] for name in found.adopted])
         await remove_dead(services, lifecycle, suspend, found)
         await services.snapshots.load()
         await slots.start(found.slots)
@@ -193,6 +197,7 @@ class Node:
                 await self._housekeeper
         await self._metrics.stop()
         await self._services.layers.lazy.stop()
+        self._services.groups.stop()
         self._lifecycle.let_go()
         await self._services.slots.stop()
         await self._services.slots.maker.stop()
@@ -340,6 +345,8 @@ class Node:
         if spec.vm is not None and not self._backends[spec.backend].info.capabilities.disk_images:
             raise NotSupported(f"`vm` is not for sandboxes of the backend {spec.backend!r}")
         network_policy.check(spec.network)
+        if spec.group is not None:
+            group_membership.check(spec.group)
         if spec.start is not None:
             check_ready(spec.start.ready)
         if not self._backends[spec.backend].info.capabilities.disk_images:
@@ -655,6 +662,7 @@ async def _prepare(config: Config, paths: NodePaths, journal: Journal) -> Servic
         store=store,
         layers=LayerMounts(store),
         slots=slots,
+        groups=Groups(slots),
         runtime=runtime,
         cgroups=groups,
         traits=HostTraits(

@@ -11,6 +11,7 @@ from opendsec_server.images.store import ImageStore
 from .cgroups import CgroupSet
 from .container.bundle import HostTraits
 from .container.runtime import OciRuntime
+from .groups import Groups
 from .journal import Journal
 from .network.slots import SlotPool
 from .paths import NodePaths
@@ -32,6 +33,7 @@ class Services:
     store: ImageStore
     layers: LayerMounts
     slots: SlotPool
+    groups: Groups
     runtime: OciRuntime
     cgroups: CgroupSet
     traits: HostTraits

@@ -19,6 +19,7 @@ from opendsec_server.node.hooks.bundle import Bundle
 from opendsec_server.node.hooks.disk import Disk
 from opendsec_server.node.hooks.layers import Layers
 from opendsec_server.node.hooks.metering import Metering
+from opendsec_server.node.hooks.names import Names
 from opendsec_server.node.hooks.network import Network
 from opendsec_server.node.hooks.rootfs import Rootfs
 from opendsec_server.node.hooks.runtime import Runtime
@@ -53,6 +54,7 @@ class ContainerBackend:
             Rootfs(services),
             Runtime(services),
             Agent(services),
+            Names(services),
             Metering(services),
         ]
 

@@ -19,6 +19,7 @@ from opendsec_server.node.hooks.machine_agent import MachineAgent
 from opendsec_server.node.hooks.machine_disk import MachineDisk
 from opendsec_server.node.hooks.machine_network import MachineNetwork
 from opendsec_server.node.hooks.metering import Metering
+from opendsec_server.node.hooks.names import Names
 from opendsec_server.node.journal import Record
 from opendsec_server.node.machines.guests import Guests
 from opendsec_server.node.machines.identity import fresh_identity
@@ -77,6 +78,7 @@ class MicrovmBackend:
             MachineNetwork(services),
             Machine(services, vmm, guests),
             MachineAgent(services, vmm, self.budget_s),
+            Names(services),
             Metering(services),
         ]
 

@@ -20,6 +20,7 @@ from opendsec_server.node.hooks.admit import Admit
 from opendsec_server.node.hooks.machine_agent import MachineAgent
 from opendsec_server.node.hooks.machine_network import MachineNetwork
 from opendsec_server.node.hooks.metering import Metering
+from opendsec_server.node.hooks.names import Names
 from opendsec_server.node.hooks.vm_disks import VmDisks
 from opendsec_server.node.hooks.vm_machine import VmMachine
 from opendsec_server.node.machines.guests import Guests
@@ -78,6 +79,7 @@ class VmBackend(MicrovmBackend):
             MachineNetwork(services),
             self._machine,
             MachineAgent(services, vmm, self.budget_s - _SAY_WHY_S),
+            Names(services),
             Metering(services),
         ]
 

@@ -11,8 +11,7 @@ from .network import Network
 class MachineNetwork(Network):
     """As ``Network``; the tap belongs to the user that the machine's VMM runs as."""
 
-    async def setup(self, box: Sandbox) -> None:
-        """Take a slot and add the tap."""
-        await super().setup(box)
+    async def _shape(self, box: Sandbox) -> None:
+        """Add the tap."""
         assert box.slot is not None
         await self._slots.add_tap(box.slot, box.slot.id_base, box.spec.network)

@@ -197,6 +197,7 @@ def _specification(key: str, like: SandboxSpec) -> SandboxSpec:
         env={},
         start=start,
         snapshot_id=None,
+        group=None,
         network=NetworkPolicy(internet=False) if start is None else like.network,
         access_token=secrets.token_hex(32),
         traffic_token=secrets.token_hex(32),

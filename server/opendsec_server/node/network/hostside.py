@@ -116,6 +116,11 @@ class HostSide:
         }
 
     @property
+    def resolvers(self) -> tuple[str, ...]:
+        """Where sandboxes' questions are sent to."""
+        return self._resolvers
+
+    @property
     def route_localnet(self) -> bool:
         """Whether slots' links must let packets through to a resolver on the loopback."""
         return hosttable.need_route_localnet(self._resolvers)

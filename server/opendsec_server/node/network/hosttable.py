@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: AGPL-3.0-only
-"""The one static nftables table of an instance on the host, and the host's forwarding.
+"""The one nftables table of an instance on the host, and the host's forwarding.
 
-It never changes with sandboxes: links are matched by name prefix, addresses by network. What it
-does: no sandbox reaches the host or another sandbox; nobody but the host reaches a sandbox;
+Its rules never change with sandboxes: links are matched by name prefix, addresses by network. What
+they do: no sandbox reaches the host or another sandbox; nobody but the host reaches a sandbox;
 egress is masqueraded; DNS questions to the link-local resolvers go to the host's real ones.
+
+Only its set ``peers`` changes: pairs of members of one group, each by link and address, so that no
+sandbox passes for another. It outlasts a new ruleset, so that groups stay connected while the
+daemon starts.
 """
 
 from __future__ import annotations
@@ -14,6 +18,10 @@ from pathlib import Path
 from .policy import METADATA, RESOLVERS
 
 _IP_FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
+
+
+PEERS = "peers"
+"""Set of the ways that are open between sandboxes: link, source, link, destination."""
 
 
 def table_name(instance: str) -> str:
@@ -43,8 +51,9 @@ def ruleset(instance: str, network_cidr: str, resolvers: tuple[str, ...]) -> str
     )
     return f"""
 table inet {name}
-delete table inet {name}
+flush table inet {name}
 table inet {name} {{
+  set {PEERS} {{ type ifname . ipv4_addr . ifname . ipv4_addr; }}
   chain input {{
     type filter hook input priority -10; policy accept;
     iifname != {links} accept
@@ -54,6 +63,7 @@ table inet {name} {{
   }}
   chain forward {{
     type filter hook forward priority -10; policy accept;
+    iifname . ip saddr . oifname . ip daddr @{PEERS} accept
     iifname {links} oifname {links} drop
     oifname {links} ct state established,related accept
     oifname {links} drop

@@ -21,6 +21,13 @@ RESOLVERS = ("169.254.0.1", "169.254.0.2", "169.254.0.3")
 
 AGENT_PORT = 49_983
 
+NAMES_PORT = 49_984
+"""Where the node answers a group's questions for names, in a member's namespace. Always the same:
+a question that was asked while the node was away reaches the next answerer when it is repeated."""
+
+NAMES_ADDRESS = "127.0.0.11"
+"""The address that goes with it in a container's namespace."""
+
 METADATA = ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32")
 """Where clouds serve machines their credentials: link-local, and the addresses of Alibaba, Azure
 and Oracle outside it. Closed whatever ``allow`` names."""
@@ -39,6 +46,9 @@ CLOSED_RANGES = (
 )
 """Private, shared, loopback, link-local, benchmark, multicast and reserved ranges
 (RFC 6890): closed unless ``allow`` names them."""
+
+NAMES_QUESTION = "meta l4proto { tcp, udp } ct original ip daddr @names ct original proto-dst 53"
+"""Matches a group member's questions for names, also after they were turned to the answerer."""
 
 REFUSE = "reject with icmpx admin-prohibited"
 """An answer at once, so that programs fail fast and do not wait for a time-out."""
@@ -71,11 +81,17 @@ def base_ruleset(network_cidr: str) -> str:
 
     Replies of the guest agent are let out by port, not only by connection tracking, so that the
     table can be flushed when a policy is replaced without cutting streams to the agent.
+
+    ``peers`` and ``names`` are empty but in a member of a group (see ``groups.rules``): the
+    addresses of the other members, and those where the group's names are asked for. What they open
+    is open whatever the policy. The agent's port is closed to peers.
     """
     return f"""
 table inet sandbox {{
   set allowed {{ type ipv4_addr; flags interval; }}
   set denied {{ type ipv4_addr; flags interval; }}
+  set peers {{ type ipv4_addr; }}
+  set names {{ type ipv4_addr; }}
   set closed {{ type ipv4_addr; flags interval; elements = {{ {_elements(CLOSED_RANGES)} }} }}
   chain egress {{ }}
   chain inbound {{
@@ -83,12 +99,16 @@ table inet sandbox {{
     iif lo accept
     ct state established,related accept
     ip saddr {GATEWAY} tcp dport {AGENT_PORT} accept
+    ip saddr @peers tcp dport {AGENT_PORT} {REFUSE}
+    ip saddr @peers accept
   }}
   chain outbound {{
     type filter hook output priority 0; policy drop;
     oif lo accept
     ct state established,related accept
     ip daddr {GATEWAY} tcp sport {AGENT_PORT} accept
+    ip daddr @peers accept
+    {NAMES_QUESTION} accept
     ip daddr {{ {", ".join(RESOLVERS)} }} udp dport 53 jump egress
     ip daddr {{ {", ".join(RESOLVERS)} }} tcp dport 53 jump egress
     ip daddr {{ {", ".join(METADATA)}, {network_cidr} }} {REFUSE}

@@ -25,7 +25,7 @@ from opendsec_server.node import syscalls
 
 from . import netlink, tap
 from .nft import Nft, NftError
-from .policy import GATEWAY
+from .policy import GATEWAY, NAMES_ADDRESS, NAMES_PORT
 
 MESSAGE_BYTES_MAX = 512 * 1024
 IDS_PER_SANDBOX = 65_536
@@ -67,6 +67,11 @@ class SlotMaker:
                 self._inside(fds[0], lambda: self._replace_policy(**request))
             elif operation == "tap":
                 self._inside(fds[0], lambda: self._add_tap(**request))
+            elif operation == "inside":
+                self._inside(fds[0], lambda: self._run_inside(**request))
+            elif operation == "listen":
+                self._inside(fds[0], lambda: self._listen(made))
+                return {"ok": True}, made
             elif operation == "unlink":
                 self._unlink(**request)
             elif operation == "host":
@@ -174,6 +179,25 @@ class SlotMaker:
         self._nft.run(ruleset)
         with netlink.Netlink(netfilter=True) as conntrack:
             conntrack.send(netlink.conntrack_flush())
+
+    def _run_inside(self, *, ruleset: str, forwarded_ruleset: str) -> None:
+        """Commands for the thread's namespace, by which kind of slot it is."""
+        self._nft.run(forwarded_ruleset if netlink.link_there(tap.TAP) else ruleset)
+
+    def _listen(self, made: list[int]) -> None:
+        """Two sockets of the thread's namespace for questions for names: datagrams, connections.
+
+        They stay in the namespace whoever holds them, and keep nobody's processes alive.
+        """
+        address = tap.TAP_ADDRESS if netlink.link_there(tap.TAP) else NAMES_ADDRESS
+        for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
+            with socket.socket(socket.AF_INET, kind | socket.SOCK_NONBLOCK) as end:
+                if kind == socket.SOCK_STREAM:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                end.bind((address, NAMES_PORT))
+                if kind == socket.SOCK_STREAM:
+                    end.listen()
+                made.append(end.detach())
 
     def _inside(self, netns: int, function: Any) -> None:
         syscalls.setns(netns, syscalls.CLONE_NEWNET)

@@ -18,6 +18,7 @@ from .policy import (
     AGENT_PORT,
     GATEWAY,
     METADATA,
+    NAMES_QUESTION,
     REFUSE,
     RESOLVERS,
 )
@@ -125,6 +126,7 @@ def tap_ruleset(network_cidr: str, address: str) -> str:
     return f"""
 insert rule inet sandbox inbound iifname "{TAP}" {REFUSE}
 insert rule inet sandbox inbound {unknown}
+insert rule inet sandbox inbound iifname "{TAP}" {NAMES_QUESTION} accept
 insert rule inet sandbox outbound drop
 insert rule inet sandbox outbound ct state invalid,untracked tcp flags & rst == rst accept
 insert rule inet sandbox outbound ct state established,related accept
@@ -151,6 +153,7 @@ table inet sandbox {{
     {REFUSE}
   }}
   chain judge {{
+    ct original ip daddr @peers accept
     {dns} jump guest_egress
     ct original ip daddr {{ {", ".join(METADATA)}, {network_cidr} }} goto refuse
     jump guest_egress
@@ -165,6 +168,8 @@ table inet sandbox {{
     ct status & dnat == 0 drop
     ct state established,related accept
     ip saddr {GATEWAY} tcp dport {AGENT_PORT} accept
+    ip saddr @peers tcp dport {AGENT_PORT} goto refuse
+    ip saddr @peers accept
     drop
   }}
   chain forward {{
