@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import json
 import logging
@@ -25,34 +24,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sa
 import structlog
 import uvloop
 
 from bench.server import resident_kb
+from bench.simulated import addresses, fill, fleet_of, simulated_nodes
 from bench.stats import percentile
 from opendsec_server.config import Config
 from opendsec_server.contract.ids import new_sandbox_id, random_chars
 from opendsec_server.contract.node import SandboxSpec
-from opendsec_server.contract.states import State
 from opendsec_server.control.batches.params import BatchParams
-from opendsec_server.control.nodes import Fleet, NodeSource
-from opendsec_server.control.nodes.http_client import HttpNode
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.placement import Need, Placement, Standing
 from opendsec_server.control.services import Services
 from opendsec_server.store.quotas import NO_LIMIT
-from opendsec_server.store.records import SandboxRecord
-from opendsec_server.store.sandboxes import row_of
 from opendsec_server.store.store import Store
-from opendsec_server.store.tables import PROJECTS, SANDBOXES
-from tests.sim.serve import SECRET, node_id, tell
+from opendsec_server.store.tables import PROJECTS
+from tests.sim.serve import node_id
 
-INSERT_AT_ONCE = 1_000
 SINGLES = 500
 PARAMS = CreateParams(template="base", cpu=1.0, memory_mb=512, disk_mb=512, timeout_s=86_400)
 
@@ -109,34 +101,6 @@ def _standing(number: int, rng: random.Random, *, has_room: bool) -> Standing:
     node.sandboxes_max = 1_000_000 if has_room else 0
     node.cpu_used = rng.random() * 0.5
     return node
-
-
-# --- simulated nodes ----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def simulated_nodes(count: int, directory: Path, *, measured: bool) -> Iterator[list[str]]:
-    """A process that serves nodes on Unix sockets; the nodes' addresses."""
-    command = [
-        sys.executable, "-m", "tests.sim.serve", "--nodes", str(count),
-        "--directory", str(directory), *(["--measured"] if measured else []),
-    ]  # fmt: skip
-    process = subprocess.Popen(command)
-    try:
-        until = time.monotonic() + 60
-        while not (directory / "ready-0").exists():
-            if time.monotonic() > until or process.poll() is not None:
-                raise RuntimeError("simulated nodes did not come up")
-            time.sleep(0.05)
-        yield [f"unix:{directory}/{node_id(n)}.sock" for n in range(count)]
-    finally:
-        process.kill()
-        process.wait()
-
-
-def fleet_of(urls: list[str]) -> Fleet:
-    """A fleet over served nodes."""
-    return Fleet([NodeSource(name=url, client=HttpNode(url, SECRET)) for url in urls])
 
 
 # --- the protocol -------------------------------------------------------------------------
@@ -196,59 +160,17 @@ def _spec(node: str) -> SandboxSpec:
 # --- the whole control plane --------------------------------------------------------------
 
 
-async def fill(state: Path, urls: list[str], count: int) -> None:
-    """Sandboxes that run already: in the store and on the nodes."""
+async def _fill(state: Path, urls: list[str], count: int) -> None:
     store = await Store.open(Config(state_dir=str(state)))
     try:
-        names: dict[str, list[str]] = {node_id(n): [] for n in range(len(urls))}
-        for number in range(count):
-            node = node_id(number % len(urls))
-            names[node].append(f"i{node}{random_chars(15)}")
         project_id = await store.read(
             lambda connection: connection.execute(
                 sa.text("SELECT project_id FROM projects ORDER BY created_at LIMIT 1")
             ).scalar_one()
         )
-        now = time.time()
-        everyone = [(node, name) for node, its in names.items() for name in its]
-        for start in range(0, count, INSERT_AT_ONCE):
-            some = [_row(*one, project_id, now) for one in everyone[start : start + INSERT_AT_ONCE]]
-
-            def insert(connection: sa.Connection, some: list[Any] = some) -> None:
-                connection.execute(sa.insert(SANDBOXES), some)
-
-            await store.write(insert)
-        for url, its in zip(urls, names.values(), strict=True):
-            await tell(
-                url, preload=its, project_id=project_id, template_id="t", end_at=now + 86_400
-            )
+        await fill(store, urls, project_id, count)
     finally:
         await store.close()
-
-
-def _row(node: str, name: str, project_id: str, now: float) -> dict[str, Any]:
-    return row_of(
-        SandboxRecord(
-            sandbox_id=name,
-            project_id=project_id,
-            node_id=node,
-            template_id="t",
-            template="base",
-            backend="container",
-            state=State.RUNNING,
-            cpu=1,
-            memory_mb=512,
-            disk_mb=512,
-            env={},
-            metadata={},
-            labels=[],
-            task_id=None,
-            created_at=now,
-            started_at=now,
-            end_at=now + 86_400,
-            node_seq=2,
-        )
-    )
 
 
 async def measure(state: Path, urls: list[str], singles: int, batch: int) -> dict[str, float]:
@@ -368,12 +290,12 @@ async def _first_start(state: Path, urls: list[str]) -> dict[str, float]:
 def _as_child(arguments: list[str]) -> None:
     what, state, nodes = arguments[0], Path(arguments[1]), int(arguments[2])
     numbers = [int(text) for text in arguments[3:]]
-    urls = [f"unix:{state.parent}/{node_id(n)}.sock" for n in range(nodes)]
+    urls = addresses(nodes, state.parent)
     if what == "--first-start":
         uvloop.run(_first_start(state, urls))
         print("{}")
     elif what == "--fill":
-        uvloop.run(fill(state, urls, numbers[0]))
+        uvloop.run(_fill(state, urls, numbers[0]))
         print("{}")
     else:
         print(json.dumps(uvloop.run(measure(state, urls, numbers[0], numbers[1]))))

@@ -74,6 +74,7 @@ def agent_pids(server: Server) -> list[int]:
         with contextlib.suppress(OSError):
             group = f"opendsec-{server.config.instance}/"
             status = (folder / "status").read_text()
-            if group in (folder / "cgroup").read_text() and "\t1\n" in status.split("NSpid:")[1]:
+            inside = status.partition("\nNSpid:")[2].partition("\n")[0].split()
+            if group in (folder / "cgroup").read_text() and inside[-1:] == ["1"]:
                 found.append(int(folder.name))
     return found

@@ -13,40 +13,28 @@ import contextlib
 import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import sqlalchemy as sa
 import structlog
 import uvloop
 
 from bench.server import bench_server, cpu_ticks, resident_kb
+from bench.simulated import fill, fleet_of, simulated_nodes
 from opendsec import Client
 from opendsec_server.config import Config
-from opendsec_server.contract.ids import random_chars
 from opendsec_server.contract.states import State
-from opendsec_server.control.nodes import Fleet, NodeSource
-from opendsec_server.control.nodes.http_client import HttpNode
 from opendsec_server.control.services import Services
-from opendsec_server.store.records import SandboxRecord
-from opendsec_server.store.sandboxes import row_of
-from opendsec_server.store.store import Store
-from opendsec_server.store.tables import SANDBOXES
 from opendsec_server.store.task_operations import OperationParams
-from opendsec_server.store.tasks import enter
 from tests.leaks import Snapshot
-from tests.sim.serve import SECRET, node_id, tell
 
 TASK = "bench"
 MIB = 1 << 20
 NODES_PER_PROCESS = 80
-INSERT_AT_ONCE = 1_000
 HERTZ = os.sysconf("SC_CLK_TCK")
 
 
@@ -147,83 +135,9 @@ def _operate(client: Client, kind: str, pid: int) -> Figures:
 # --- simulated nodes ----------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def simulated_nodes(count: int, directory: Path, *, measured: bool) -> Iterator[list[str]]:
-    """Processes that serve nodes on Unix sockets; the nodes' addresses."""
-    processes = []
-    firsts = range(0, count, NODES_PER_PROCESS)
-    try:
-        for first in firsts:
-            command = [
-                sys.executable, "-m", "tests.sim.serve",
-                "--nodes", str(min(NODES_PER_PROCESS, count - first)), "--first", str(first),
-                "--directory", str(directory), *(["--measured"] if measured else []),
-            ]  # fmt: skip
-            processes.append(subprocess.Popen(command))
-        _wait(lambda: all((directory / f"ready-{first}").exists() for first in firsts))
-        yield [f"unix:{directory}/{node_id(n)}.sock" for n in range(count)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _wait(condition: Callable[[], bool], within_s: float = 60) -> None:
-    until = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError("simulated nodes did not come up")
-        time.sleep(0.05)
-
-
-async def _fill(store: Store, urls: list[str], project_id: str, count: int) -> None:
-    """Sandboxes that run already: on the nodes, and in the store."""
-    now = time.time()
-    names: dict[str, list[str]] = {node_id(n): [] for n in range(len(urls))}
-    for number in range(count):
-        node = node_id(number % len(urls))
-        names[node].append(f"i{node}{random_chars(15)}")
-    for url, its in zip(urls, names.values(), strict=True):
-        await tell(url, preload=its, project_id=project_id, template_id="t")
-    rows = [
-        row_of(
-            SandboxRecord(
-                sandbox_id=name,
-                project_id=project_id,
-                node_id=node,
-                template_id="t",
-                template="base",
-                backend="container",
-                state=State.RUNNING,
-                cpu=1,
-                memory_mb=512,
-                disk_mb=512,
-                env={},
-                metadata={},
-                labels=[],
-                task_id=TASK,
-                created_at=now,
-                started_at=now,
-                end_at=now + 86_400,
-                node_seq=2,
-            )
-        )
-        for node, its in names.items()
-        for name in its
-    ]
-
-    def insert(connection: sa.Connection) -> None:
-        enter(connection, project_id, TASK, count, now=now)
-        for start in range(0, count, INSERT_AT_ONCE):
-            connection.execute(sa.insert(SANDBOXES), rows[start : start + INSERT_AT_ONCE])
-
-    await store.write(insert)
-
-
 @contextlib.asynccontextmanager
 async def _plane(state: Path, urls: list[str]) -> AsyncIterator[Services]:
-    fleet = Fleet([NodeSource(name=url, client=HttpNode(url, SECRET)) for url in urls])
-    services = await Services.start(Config(state_dir=str(state)), fleet)
+    services = await Services.start(Config(state_dir=str(state)), fleet_of(urls))
     try:
         yield services
     finally:
@@ -236,11 +150,14 @@ async def simulated(count: int, nodes: int, *, measured: bool) -> list[Figures]:
     with tempfile.TemporaryDirectory(prefix="opendsec-bench-") as text:
         directory = Path(text)
         (directory / "state").mkdir(mode=0o700)
-        with simulated_nodes(nodes, directory, measured=measured) as urls:
+        serving = simulated_nodes(
+            nodes, directory, measured=measured, per_process=NODES_PER_PROCESS
+        )
+        with serving as urls:
             async with _plane(directory / "state", urls) as services:
                 key = services.config.api_key_file.read_text().strip()
                 caller = await services.iam.authenticate(key)
-                await _fill(services.store, urls, caller.project_id, count)
+                await fill(services.store, urls, caller.project_id, count, task_id=TASK)
                 for kind in ("pause", "resume", "kill"):
                     started, used = time.perf_counter(), time.process_time()
                     operation, _ = await services.tasks.operate(
