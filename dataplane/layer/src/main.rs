@@ -98,6 +98,9 @@ enum Command {
         /// Leave out what matches, and everything below it; may be given again.
         #[arg(long)]
         exclude: Vec<String>,
+        /// The same, but whiteouts stay: what was deleted does not come back from a lower layer.
+        #[arg(long)]
+        scrub: Vec<String>,
         #[command(flatten)]
         bounds: Bounds,
     },
@@ -183,7 +186,8 @@ fn run(command: Command) -> Result<()> {
                 (_, true) => Compression::Zstd,
                 _ => Compression::None,
             };
-            let source = Source::new(&open(&from)?, Exclude::new(&exclude)?, bounds.limits())?;
+            let (exclude, none) = (Exclude::new(&exclude)?, Exclude::new(&[])?);
+            let source = Source::new(&open(&from)?, exclude, none, bounds.limits())?;
             let (digests, bytes) = pack(source, io::stdout(), compression)?;
             let report = json!({"blob": digests.blob, "diff": digests.diff, "bytes": bytes});
             eprintln!("{report}");
@@ -192,9 +196,11 @@ fn run(command: Command) -> Result<()> {
             from,
             into,
             exclude,
+            scrub,
             bounds,
         } => {
-            let source = Source::new(&open(&from)?, Exclude::new(&exclude)?, bounds.limits())?;
+            let (exclude, scrub) = (Exclude::new(&exclude)?, Exclude::new(&scrub)?);
+            let source = Source::new(&open(&from)?, exclude, scrub, bounds.limits())?;
             let report = copy::copy_upper(source, open(&into)?.as_fd())?;
             println!(
                 "{}",

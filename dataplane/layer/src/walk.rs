@@ -11,8 +11,8 @@ use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use rustix::fs::{
-    CWD, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, getxattr, listxattr, major, minor,
-    openat, openat2, readlinkat,
+    AtFlags, CWD, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, fstat, getxattr, listxattr,
+    major, minor, openat, openat2, readlinkat, statat,
 };
 use rustix::io::Errno;
 
@@ -40,6 +40,7 @@ pub struct Item {
 pub struct Source {
     top: OwnedFd,
     exclude: Exclude,
+    scrub: Exclude,
     limits: Limits,
     entries: u64,
     content: u64,
@@ -54,16 +55,18 @@ struct Level {
 }
 
 impl Source {
-    /// Of an open directory.
+    /// Of an open directory. What `exclude` hits is as if it were not there; what `scrub` hits is
+    /// left out too, but for whiteouts: what was deleted does not come back from a lower layer.
     ///
     /// Errors: what the system says.
-    pub fn new(dir: &File, exclude: Exclude, limits: Limits) -> Result<Self> {
+    pub fn new(dir: &File, exclude: Exclude, scrub: Exclude, limits: Limits) -> Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let top = openat(dir, c".", flags, Mode::empty())
             .map_err(|err| Error::system("cannot open the directory", err))?;
         Ok(Self {
             top,
             exclude,
+            scrub,
             limits,
             entries: 0,
             content: 0,
@@ -119,6 +122,9 @@ impl Source {
                 parent = Some((level.path.clone(), self.open(&level.path)?));
             }
             let Some((_, dir)) = &parent else { break };
+            if self.scrub.hits(&path) && !is_whiteout(dir, &name).map_err(|err| err.at(&path))? {
+                continue;
+            }
             let Some(item) = self.item(path.clone(), &name, dir)? else {
                 continue;
             };
@@ -259,6 +265,13 @@ impl Source {
         item.entry.xattrs.sort();
         Ok(())
     }
+}
+
+fn is_whiteout(dir: &OwnedFd, name: &CStr) -> Result<bool> {
+    let stat = statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)
+        .map_err(|err| Error::of_path("cannot look at it", err))?;
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    Ok(kind == FileType::CharacterDevice && stat.st_rdev == 0)
 }
 
 fn entry(path: Vec<u8>, kind: EntryKind, stat: &Stat) -> Entry {

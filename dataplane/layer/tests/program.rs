@@ -311,6 +311,34 @@ fn some_of_it_is_left_out() {
 }
 
 #[test]
+fn what_is_scrubbed_stays_deleted() {
+    let (upper, lower) = (World::new(), World::new());
+    fs::create_dir(upper.at("root")).unwrap();
+    fs::write(upper.at("root/.history"), "secret").unwrap();
+    fs::write(upper.at("root/kept"), "").unwrap();
+    for gone in ["root/.token", "root/.history-of-old", "run"] {
+        let device = FileType::CharacterDevice;
+        mknodat(CWD, upper.at(gone), device, Mode::empty(), 0).unwrap();
+    }
+    let patterns = [
+        "--exclude",
+        "run",
+        "--scrub",
+        "**/.history*",
+        "--scrub",
+        "**/.token",
+    ];
+    report(&copy(&upper.root(), &lower.root(), &patterns));
+    assert_eq!(list(&lower.root()), ["root"]);
+    assert_eq!(
+        list(&lower.at("root")),
+        [".history-of-old", ".token", "kept"]
+    );
+    assert!(is_whiteout(&lower.at("root/.token")));
+    assert!(is_whiteout(&lower.at("root/.history-of-old")));
+}
+
+#[test]
 fn packing_is_the_inverse_of_unpacking() {
     let upper = World::new();
     fill_upper(&upper.root());

@@ -137,7 +137,7 @@ class Packing:
         tree, file = scratch / "tree", scratch / "layer.erofs"
         await finish_in_thread(tree.mkdir, 0o755)
         async with self._upper(saved) as upper:
-            await _copy_upper(upper, tree, (*NOT_CONTENT, *SCRUBBED) if scrub else NOT_CONTENT)
+            await _copy_upper(upper, tree, SCRUBBED if scrub else ())
         crash.point("pack:copied")
         if await finish_in_thread(_is_untouched, tree):
             return None
@@ -188,14 +188,17 @@ def _held(parent: Path) -> Iterator[Path]:
         os.close(fd)
 
 
-async def _copy_upper(upper: Path, tree: Path, left_out: Sequence[str]) -> None:
+async def _copy_upper(upper: Path, tree: Path, scrubbed: Sequence[str]) -> None:
     argv = [
         layer_program(), "copy-upper", "--from", str(upper), "--into", str(tree),
         "--bytes-max", str(limits.PACK_FILES_BYTES_MAX),
         "--entries-max", str(limits.PACK_ENTRIES_MAX),
     ]  # fmt: skip
-    for pattern in left_out:
+    for pattern in NOT_CONTENT:
         argv += ["--exclude", pattern]
+    for pattern in scrubbed:
+        # That such a file was deleted is content.
+        argv += ["--scrub", pattern]
     done = await _tool(argv)
     if done.code == 0:
         return

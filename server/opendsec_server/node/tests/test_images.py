@@ -53,7 +53,7 @@ async def test_layers_in_their_order(node: NodeProcess) -> None:
         {"gone": WHITEOUT, "data/c": "c3", "n" * 254 + "/file": "long"},
     )
     spec = await node.create(image=image.digest, **ROOT)
-    script = "cd /data; ls; cat a c sub/z; ls sub; ls / | grep -c gone; cat /nn*/file"
+    script = "cd /data; ls -A; cat a c sub/z; ls sub; ls / | grep -c gone; cat /nn*/file"
     assert await sh(node, spec, script + "; true") == "a\nc\nsub\na2c3z2z\n0\nlong"
 
 
@@ -103,13 +103,16 @@ async def pack(node: NodeProcess, spec: Any, **options: Any) -> dict[str, Any]:
 async def test_pack_and_start_from_it(node: NodeProcess) -> None:
     config = ImageConfig(env={"A": "1"}, workdir="/data")
     base = await make_image(
-        store_of(node.config), busybox() | {"data/old": "old", "data/gone": "gone"}, config=config
+        store_of(node.config),
+        busybox() | {"data/old": "old", "data/gone": "gone", "data/.bash_history": "token"},
+        config=config,
     )
     spec = await node.create(image=base.digest, **ROOT)
     await sh(
         node,
         spec,
-        "rm /data/gone; echo new > /data/new; echo changed > /data/old; mkdir -p /home/u /root;"
+        "rm /data/gone /data/.bash_history; echo new > /data/new;"
+        "echo changed > /data/old; mkdir -p /home/u /root;"
         "touch /root/.bash_history /home/u/.python_history /home/u/kept; echo me > /etc/mine;"
         "echo x > /run/gone",
     )
@@ -119,7 +122,7 @@ async def test_pack_and_start_from_it(node: NodeProcess) -> None:
     assert packed["config"]["env"] == {"A": "1"}
     assert await sh(node, spec, "cat /data/new") == "new\n", "it goes on"
     child = await node.create(image="mine", **ROOT)
-    seen = await sh(node, child, "cd /data; ls; cat old new; ls -A /root /home/u; ls /etc /run")
+    seen = await sh(node, child, "cd /data; ls -A; cat old new; ls -A /root /home/u; ls /etc /run")
     assert seen == (
         "new\nold\nchanged\nnew\n/home/u:\nkept\n\n/root:\n"
         "/etc:\nhostname\nhosts\nmine\nresolv.conf\n\n/run:\ne2b\n"
