@@ -158,7 +158,11 @@ class Services:
         )
         self.packing = Packing(node, self.lifecycle, self.metrics)
         self.trajectories = Trajectories(
-            store=store, node=node, lifecycle=self.lifecycle, saving=self.saving
+            store=store,
+            node=node,
+            lifecycle=self.lifecycle,
+            saving=self.saving,
+            seat=seat_of(config),
         )
         self.functions = Functions(config=config, store=store, node=node, creates=self.creates)
         self.routes = Routes(store=store, node=node, lifecycle=self.lifecycle, mint=mint)

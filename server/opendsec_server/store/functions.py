@@ -4,6 +4,8 @@ transaction."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import sqlalchemy as sa
 
@@ -45,6 +47,15 @@ class PoolRecord(msgspec.Struct, kw_only=True, frozen=True):
     name: str
     spec: PoolSpec
     created_at: float
+    version: int = 0
+    """Of the spec: one more with each change."""
+
+
+class PoolMark(NamedTuple):
+    """What is recorded of a pool, without its spec, which may be long."""
+
+    pool_id: str
+    version: int
 
 
 class WorkerRow(msgspec.Struct, kw_only=True, frozen=True):
@@ -74,6 +85,7 @@ def _record(row: sa.RowMapping) -> PoolRecord:
         name=row["name"],
         spec=_spec.decode(row["spec"]),
         created_at=row["created_at"],
+        version=row["version"],
     )
 
 
@@ -90,10 +102,14 @@ async def put_pool(store: Store, record: PoolRecord, *, pools_max: int) -> PoolR
         query = sa.select(FUNCTION_POOLS).where(mine, _POOL.name == record.name)
         row = connection.execute(query).mappings().first()
         if row is not None:
+            found = _record(row)
+            changed = msgspec.structs.replace(found, spec=record.spec, version=found.version + 1)
             connection.execute(
-                sa.update(FUNCTION_POOLS).where(_POOL.pool_id == row["pool_id"]).values(spec=text)
+                sa.update(FUNCTION_POOLS)
+                .where(_POOL.pool_id == found.pool_id)
+                .values(spec=text, version=changed.version)
             )
-            return msgspec.structs.replace(_record(row), spec=record.spec)
+            return changed
         count = sa.select(sa.func.count()).select_from(FUNCTION_POOLS).where(mine)
         if connection.execute(count).scalar_one() >= pools_max:
             return None
@@ -126,6 +142,17 @@ async def list_pools(store: Store, project_id: str) -> list[PoolRecord]:
         query = sa.select(FUNCTION_POOLS).where(_POOL.project_id == project_id)
         rows = connection.execute(query.order_by(_POOL.name)).mappings().all()
         return [_record(row) for row in rows]
+
+    return await store.read(work)
+
+
+async def pool_marks(store: Store) -> dict[tuple[str, str], PoolMark]:
+    """The pools of every project, by project and name."""
+    query = sa.select(_POOL.project_id, _POOL.name, _POOL.pool_id, _POOL.version)
+
+    def work(connection: sa.Connection) -> dict[tuple[str, str], PoolMark]:
+        rows = connection.execute(query).all()
+        return {(row.project_id, row.name): PoolMark(row.pool_id, row.version) for row in rows}
 
     return await store.read(work)
 

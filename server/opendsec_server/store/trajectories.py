@@ -7,7 +7,7 @@ another only, so that of two processes that settle it one wins, and the other re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +28,8 @@ known."""
 
 OPEN: tuple[ActionState, ...] = ("running", "unknown")
 """What can still become known."""
+
+LEASED_AT_ONCE = 500
 
 _C = ACTIONS.c
 _ONE = sa.select(ACTIONS).where(
@@ -66,6 +68,10 @@ class Action(msgspec.Struct, kw_only=True, frozen=True):
     origin: str | None = None
     replayed: bool = False
     resolved_by: Literal["guest", "caller"] | None = None
+    owner: str | None = None
+    """Of one that runs: the process that runs it."""
+    lease_until: float = 0.0
+    """Until when other processes leave it to that."""
 
     @property
     def size(self) -> int:
@@ -255,7 +261,9 @@ async def end_action(store: Store, action: Action, ending: Ending) -> Action:
             return action
         if known.state not in OPEN or known.attempt != action.attempt:
             return known
-        ended = msgspec.structs.replace(known, **msgspec.structs.asdict(ending))
+        ended = msgspec.structs.replace(
+            known, owner=None, lease_until=0.0, **msgspec.structs.asdict(ending)
+        )
         _update(connection, ended.sandbox_id, ended.action_id, msgspec.structs.asdict(ended))
         _grow(connection, ended.sandbox_id, ended.size - known.size)
         return ended
@@ -337,14 +345,67 @@ async def actions_of_rollout(
     return await store.read(work)
 
 
-async def running_actions(store: Store) -> list[Action]:
-    """All that were begun and whose end was not recorded."""
-    query = sa.select(ACTIONS).where(_C.state == "running")
+async def claim_actions(
+    store: Store, owner: str, *, seat: str | None, now: float, lease_until: float
+) -> list[Action]:
+    """Take over actions that run and that nobody looks after.
+
+    Args:
+        store: Where.
+        owner: Who takes them.
+        seat: Beginning of the owners' names that are dead for sure: those of this place's earlier
+            processes. None: wait until their leases are over.
+        now: Unix seconds.
+        lease_until: Until when others leave them alone.
+    """
+    free = _C.owner.is_(None) | (_C.lease_until < now)
+    if seat is not None:
+        free = free | _C.owner.startswith(seat, autoescape=True)
+    query = (
+        sa.select(ACTIONS)
+        .where(_C.state == "running", free)
+        .order_by(_C.sandbox_id, _C.action_id)
+        .with_for_update(skip_locked=True)
+    )
 
     def work(connection: sa.Connection) -> list[Action]:
-        return [_action_of(row) for row in connection.execute(query).mappings()]
+        found = [_action_of(row) for row in connection.execute(query).mappings()]
+        for some in _some(found):
+            connection.execute(_lease(some, owner, lease_until))
+        return [
+            msgspec.structs.replace(action, owner=owner, lease_until=lease_until)
+            for action in found
+        ]
 
-    return await store.read(work)
+    return await store.write(work)
+
+
+async def renew_actions(
+    store: Store, owner: str, actions: Sequence[Action], lease_until: float
+) -> None:
+    """Keep actions that are the owner's still for longer."""
+
+    def work(connection: sa.Connection) -> None:
+        for some in _some(sorted(actions, key=lambda a: (a.sandbox_id, a.action_id))):
+            connection.execute(_lease(some, owner, lease_until).where(_C.owner == owner))
+
+    if actions:
+        await store.write(work)
+
+
+def _some(actions: Sequence[Action]) -> Iterator[Sequence[Action]]:
+    """As many as one statement takes."""
+    for start in range(0, len(actions), LEASED_AT_ONCE):
+        yield actions[start : start + LEASED_AT_ONCE]
+
+
+def _lease(actions: Sequence[Action], owner: str, lease_until: float) -> sa.Update:
+    these = [(action.sandbox_id, action.action_id) for action in actions]
+    return (
+        sa.update(ACTIONS)
+        .where(sa.tuple_(_C.sandbox_id, _C.action_id).in_(these), _C.state == "running")
+        .values(owner=owner, lease_until=lease_until)
+    )
 
 
 async def rollouts(

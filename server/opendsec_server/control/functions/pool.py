@@ -47,8 +47,10 @@ class Job:
 class Pool:
     """See the module. Only bookkeeping; ``service`` decides."""
 
-    def __init__(self, record: PoolRecord, caller: Caller) -> None:
+    def __init__(self, record: PoolRecord, caller: Caller, *, kept: bool = True) -> None:
         self.record = record
+        self.kept = kept
+        """The store has it. False: the one that every project has without asking."""
         self.caller = caller
         """In whose name workers are made: the last one who called."""
         self.lanes: Lanes[Job] = Lanes()

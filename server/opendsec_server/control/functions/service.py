@@ -30,6 +30,7 @@ from opendsec_server.contract.errors import (
     InvalidRequest,
     OpendsecError,
     QuotaExceeded,
+    StoreUnavailable,
 )
 from opendsec_server.contract.ids import random_chars
 from opendsec_server.contract.node import NodeClient
@@ -37,7 +38,7 @@ from opendsec_server.control.creates import Creates
 from opendsec_server.control.iam import Caller
 from opendsec_server.store import accounts, sandboxes
 from opendsec_server.store import functions as store_functions
-from opendsec_server.store.functions import PoolRecord, PoolSpec, WorkerRow
+from opendsec_server.store.functions import PoolMark, PoolRecord, PoolSpec, WorkerRow
 from opendsec_server.store.store import Store
 
 from . import results
@@ -62,6 +63,8 @@ from .worker import LEASE_S, Worker, end_sandbox
 log = structlog.get_logger(__name__)
 
 TICK_S = 1.0
+LOOK_S = 1.0
+"""After which a pool is looked for in the store again: another gateway may have changed it."""
 PROLONG_S = LEASE_S / 3
 HOLD_S = 2.0
 """A worker is not taken from a project for another sooner than this after it was made: making one
@@ -109,6 +112,13 @@ class Functions:
         self._ticking: asyncio.Task[None] | None = None
         self._starting = 0
         self._stopping = False
+        self._looked_at = -LOOK_S
+        """Monotonic time at which the last look at the store began."""
+        self._looking: asyncio.Task[None] | None = None
+        self._changes = 0
+        """Of pools, by this process: what was read before one is not right any more."""
+        self._seen: dict[tuple[str, str], PoolMark] = {}
+        """What the last look found."""
 
     async def start(self) -> None:
         """End the workers of this server's earlier life: nobody can speak with them any more."""
@@ -116,25 +126,89 @@ class Functions:
             self._leftovers[row.worker_id] = sandbox_id
         if self._leftovers:
             log.info("workers of an earlier run", count=len(self._leftovers))
-        await self._keep_ready()
+        await self._look()
         self._ticking = asyncio.create_task(self._tick(), name="functions")
 
-    async def _keep_ready(self) -> None:
-        """Pools that are to have workers at any time get them before the first call."""
-        for record in await store_functions.all_pools(self._store):
-            if record.spec.workers_min == 0:
-                continue
-            project = await accounts.get_project(self._store, record.project_id)
-            if project is not None and project.closed_at is None:
-                caller = Caller(project=project, key_id=POOL_KEEPER)
-                self._pools[record.project_id, record.name] = Pool(record, caller)
+    # --- what other gateways change -----------------------------------------
+
+    async def _up_to_date(self) -> None:
+        """Know what is recorded of all pools, as of at most ``LOOK_S`` ago. While the store is
+        away, what is known goes on."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look_if_possible(), name="functions-look")
+        await asyncio.wait({self._looking})
+
+    async def _look_if_possible(self) -> None:
+        try:
+            await self._look()
+        except StoreUnavailable as exc:
+            self._looked_at = time.monotonic()
+            log.warning("function pools are not looked for", why=exc.message)
+        except Exception as exc:
+            self._looked_at = time.monotonic()
+            log.error("function pools are not looked for", exc_info=exc)
+        finally:
+            self._looking = None
+
+    async def _look(self) -> None:
+        began, changes = time.monotonic(), self._changes
+        marks = await store_functions.pool_marks(self._store)
+        records = {}
+        for place, mark in marks.items():
+            if self._seen.get(place) != mark:
+                records[place] = await store_functions.get_pool(self._store, *place)
+        if changes != self._changes:
+            # The next look sees that, too.
+            return
+        self._looked_at, self._seen = began, marks
+        for place, pool in list(self._pools.items()):
+            record = records.get(place)
+            if record is not None:
+                self._change(pool, record)
+            elif place not in marks and pool.kept:
+                self._drop(pool)
+        for place, record in records.items():
+            if record is not None and record.spec.workers_min > 0 and place not in self._pools:
+                await self._keep_ready(place, record)
+
+    async def _keep_ready(self, place: tuple[str, str], record: PoolRecord) -> None:
+        """A pool that is to have workers at any time gets them before the first call."""
+        project = await accounts.get_project(self._store, record.project_id)
+        if project is not None and project.closed_at is None:
+            caller = Caller(project=project, key_id=POOL_KEEPER)
+            self._pools.setdefault(place, Pool(record, caller))
+
+    def _change(self, pool: Pool, record: PoolRecord) -> None:
+        """Take over what is recorded now; workers of the old kind end when idle."""
+        if pool.record != record:
+            if pool.record.spec != record.spec:
+                self._retire_all(pool)
+                pool.start_worked()
+            pool.record = record
+        pool.kept = True
+
+    def _drop(self, pool: Pool) -> None:
+        """Forget a pool that was deleted."""
+        record = pool.record
+        self._pools.pop((record.project_id, record.name), None)
+        pool.deleted = True
+        gone = FunctionCancelled(f"the pool `{record.name}` was deleted")
+        for job in pool.lanes.drop_all():
+            self._finish(pool, job, Outcome(error=gone))
+        self._retire_all(pool)
+        for worker, job in list(pool.busy.items()):
+            self._finish(pool, job, Outcome(error=gone))
+            worker.cancel()
 
     async def stop(self) -> None:
         """End all workers; what waits or runs is answered with an error."""
         self._stopping = True
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
+        at_work = [task for task in (self._ticking, self._looking) if task is not None]
+        for task in at_work:
+            task.cancel()
+        await asyncio.gather(*at_work, return_exceptions=True)
         gone = FunctionWorkerLost("the server is stopping")
         for pool in self._pools.values():
             for job in [*pool.lanes.drop_all(), *pool.busy.values()]:
@@ -174,18 +248,19 @@ class Functions:
                 remediation="Delete pools that are no longer needed.",
                 details={"limit": "function_pools", "max": POOLS_MAX},
             )
+        self._changes += 1
         pool = self._pools.get((caller.project_id, name))
         if pool is None:
             pool = self._pools[caller.project_id, name] = Pool(kept, caller)
-        elif pool.record.spec != kept.spec:
-            self._retire_all(pool)
-        pool.record, pool.caller = kept, caller
+        self._change(pool, kept)
+        pool.caller = caller
         pool.start_worked()
         self._balance()
         return self._state_of(pool)
 
     async def pools(self, caller: Caller) -> list[PoolState]:
         """The project's pools, and ``default`` if it was used."""
+        await self._up_to_date()
         records = await store_functions.list_pools(self._store, caller.project_id)
         found = {record.name: PoolState(record=record) for record in records}
         for (project_id, name), pool in self._pools.items():
@@ -209,22 +284,18 @@ class Functions:
         """
         pool = await self._pool(caller, name)
         await store_functions.delete_pool(self._store, pool.record.pool_id)
-        self._pools.pop((caller.project_id, name), None)
-        pool.deleted = True
-        gone = FunctionCancelled(f"the pool `{name}` was deleted")
-        for job in pool.lanes.drop_all():
-            self._finish(pool, job, Outcome(error=gone))
-        self._retire_all(pool)
-        for worker, job in list(pool.busy.items()):
-            self._finish(pool, job, Outcome(error=gone))
-            worker.cancel()
+        self._changes += 1
+        if not pool.deleted:
+            self._drop(pool)
         self._balance()
 
     async def _pool(self, caller: Caller, name: str) -> Pool:
+        await self._up_to_date()
         place = (caller.project_id, name)
         pool = self._pools.get(place)
         if pool is None:
             record = await store_functions.get_pool(self._store, *place)
+            kept = record is not None
             if record is None:
                 if name != DEFAULT_POOL:
                     raise FunctionPoolNotFound(f"there is no function pool `{name[:64]}`")
@@ -236,7 +307,7 @@ class Functions:
                     created_at=time.time(),
                 )
             # Another request may have been quicker.
-            pool = self._pools.setdefault(place, Pool(record, caller))
+            pool = self._pools.setdefault(place, Pool(record, caller, kept=kept))
         pool.caller = caller
         return pool
 
@@ -581,6 +652,7 @@ class Functions:
             now = time.monotonic()
             try:
                 await self._end_leftovers()
+                await self._up_to_date()
                 if now - prolonged_at > PROLONG_S:
                     prolonged_at = now
                     await self._prolong()

@@ -64,17 +64,22 @@ async def emptied(url: str) -> None:
     await connection.close()
 
 
+async def database(name: str, directory: Path) -> str:
+    """The address of one that is empty."""
+    if name == "sqlite":
+        return f"sqlite:///{directory}/shared.db"
+    url = os.environ["OPENDSEC_TEST_POSTGRES_URL"]
+    await emptied(url)
+    return url
+
+
 @pytest_asyncio.fixture(params=DATABASES)
 async def two(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Two]:
     monkeypatch.setattr(service, "LEASE_S", 0.8)
     monkeypatch.setattr(service, "RENEW_INTERVAL_S", 0.2)
-    url = f"sqlite:///{tmp_path}/shared.db"
-    if request.param == "postgres":
-        url = os.environ["OPENDSEC_TEST_POSTGRES_URL"]
-        await emptied(url)
-    two = Two(tmp_path, url)
+    two = Two(tmp_path, await database(request.param, tmp_path))
     await two.start("one")
     await two.start("two")
     yield two

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from opendsec_server.config import Config
 from opendsec_server.contract.errors import (
@@ -36,6 +37,7 @@ from opendsec_server.control.trajectories.results import (
     unpack_error,
     unpack_result,
 )
+from opendsec_server.store.tables import ACTIONS
 from opendsec_server.store.trajectories import Action, Limits
 
 from .conftest import first_caller
@@ -462,7 +464,9 @@ async def test_an_action_that_nobody_does_anything_about_is_found_out_about(
         with pytest.raises(Gone):
             await services.trajectories.act(caller, box, params, wait_s=10)
     assert (await services.trajectories.get(caller, box, "a", wait_s=0.5)).state == "running"
-    monkeypatch.setattr(service, "ORPHAN_S", 0.0)
+    # Its process is heard of no more.
+    over = sa.update(ACTIONS).values(lease_until=0.0)
+    await services.store.write(lambda c: c.execute(over) and None)
     assert (await services.trajectories.get(caller, box, "a", wait_s=10)).state == "not_run"
     again = await services.trajectories.act(caller, box, params, wait_s=10)
     assert (again.action.state, again.action.attempt) == ("done", 2)

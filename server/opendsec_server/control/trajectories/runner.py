@@ -38,6 +38,7 @@ from opendsec_server.contract.errors import (
     StoreUnavailable,
     UserError,
 )
+from opendsec_server.contract.ids import random_chars
 from opendsec_server.contract.node import NodeClient
 from opendsec_server.control.attempts import Attempts
 from opendsec_server.control.iam import Caller
@@ -65,6 +66,9 @@ RESOLVE_PATIENCE_S = 5.0
 END_RECORDED_WAIT_S = 10.0
 """How long the record of an ended sandbox may take to say why."""
 STORE_RETRY_S = 0.5
+LEASE_S = 15.0
+"""How long other processes leave an action to the one that runs it after that was last heard of."""
+RENEW_INTERVAL_S = 4.0
 
 
 def tag_of(action: Action) -> str:
@@ -82,29 +86,65 @@ class Runner:
     """Runs recorded actions and records their ends. What it does goes on when callers go away."""
 
     def __init__(
-        self, *, store: Store, node: NodeClient, lifecycle: Lifecycle, saving: Saving
+        self, *, store: Store, node: NodeClient, lifecycle: Lifecycle, saving: Saving, seat: str
     ) -> None:
         self._store = store
         self._node = node
         self._lifecycle = lifecycle
         self._saving = saving
+        self._seat = f"{seat}:"
+        self.owner = f"{seat}:{random_chars(12)}"
+        """Whose the actions are that this process runs."""
         self._attempts: Attempts[Action] = Attempts("action")
         self._by_action: dict[tuple[str, str], asyncio.Task[Action]] = {}
+        self._held: dict[tuple[str, str], Action] = {}
+        """What this process is at work on."""
+        self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Find out what became of the actions that an earlier process had begun.
+        """Find out what became of the actions that this place's earlier process had begun.
 
         Raises:
             StoreUnavailable: not known which.
         """
-        for action in await rows.running_actions(self._store):
-            self.settle(action)
+        await self._take(self._seat)
+        self._keeping = asyncio.create_task(self._keep(), name="actions-keep")
 
     async def stop(self) -> None:
-        """Leave what runs to the guest agents: the next start asks them."""
+        """Leave what runs to the guest agents: the next start, or another process, asks them."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        held = list(self._held.values())
         for task in self._by_action.values():
             task.cancel()
         await asyncio.gather(*self._by_action.values(), return_exceptions=True)
+        with contextlib.suppress(StoreUnavailable):
+            # Others need not wait for the end of the lease.
+            await rows.renew_actions(self._store, self.owner, held, 0.0)
+
+    # --- whose they are -----------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Keep own leases, and find out about what others have left."""
+        while True:
+            await asyncio.sleep(RENEW_INTERVAL_S)
+            try:
+                held = list(self._held.values())
+                await rows.renew_actions(self._store, self.owner, held, time.time() + LEASE_S)
+                await self._take(None)
+            except OpendsecError as exc:
+                log.warning("actions not looked after", code=exc.code, why=exc.message)
+            except Exception as exc:
+                log.error("actions not looked after", exc_info=exc)
+
+    async def _take(self, seat: str | None) -> None:
+        now = time.time()
+        claimed = await rows.claim_actions(
+            self._store, self.owner, seat=seat, now=now, lease_until=now + LEASE_S
+        )
+        for action in claimed:
+            self.settle(action)
 
     def at_work(self, action: Action) -> asyncio.Task[Action] | None:
         """What this process does about an action now."""
@@ -133,10 +173,12 @@ class Runner:
         task = self._attempts.spawn(work)
         place = (action.sandbox_id, action.action_id)
         self._by_action[place] = task
+        self._held[place] = action
 
         def done(ended: asyncio.Task[Action]) -> None:
             if self._by_action.get(place) is ended:
                 del self._by_action[place]
+                del self._held[place]
 
         task.add_done_callback(done)
         return task

@@ -47,16 +47,13 @@ from .params import (
     unpack_params,
 )
 from .results import ActionResult, pack
-from .runner import RESOLVE_PATIENCE_S, Runner
+from .runner import LEASE_S, RESOLVE_PATIENCE_S, Runner
 
 log = structlog.get_logger(__name__)
 
 EXPORT_PAGE = 200
 POLL_S = 0.25
 """Between looks at an action that another process runs."""
-ORPHAN_S = 60.0
-"""An action that runs for longer, and that this process does nothing about, may be nobody's: its
-process has died, or it was recorded and its caller went away. So it is found out about here."""
 
 
 class Acted(msgspec.Struct, kw_only=True, frozen=True):
@@ -132,12 +129,12 @@ class Trajectories:
     """Records actions, runs each once, and tells what became of them."""
 
     def __init__(
-        self, *, store: Store, node: NodeClient, lifecycle: Lifecycle, saving: Saving
+        self, *, store: Store, node: NodeClient, lifecycle: Lifecycle, saving: Saving, seat: str
     ) -> None:
         self._store = store
         self._node = node
         self._lifecycle = lifecycle
-        self._runner = Runner(store=store, node=node, lifecycle=lifecycle, saving=saving)
+        self._runner = Runner(store=store, node=node, lifecycle=lifecycle, saving=saving, seat=seat)
         self._forwards: Attempts[None] = Attempts("fast-forward")
         self._forwarding: dict[str, _Forwarding] = {}
 
@@ -191,6 +188,7 @@ class Trajectories:
         if record.terminal:
             raise causes.end_of(record)
         instance, oom_before = await self._probe(caller, record, params)
+        now = time.time()
         begun = await rows.begin_action(
             self._store,
             Action(
@@ -205,7 +203,9 @@ class Trajectories:
                 params_sha256=params.sha256(),
                 instance=instance,
                 oom_before=oom_before,
-                recorded_at=time.time(),
+                recorded_at=now,
+                owner=self._runner.owner,
+                lease_until=now + LEASE_S,
             ),
             TRAJECTORY,
         )
@@ -259,10 +259,11 @@ class Trajectories:
         return program.instance, program.oom_total
 
     def _orphaned(self, action: Action) -> bool:
+        """Its process has died, or it was recorded and its caller went away."""
         return (
             action.state == "running"
             and self._runner.at_work(action) is None
-            and time.time() - action.recorded_at > ORPHAN_S
+            and action.lease_until < time.time()
         )
 
     async def _wait(self, action: Action, wait_s: float) -> Action:
@@ -323,15 +324,14 @@ class Trajectories:
             StateConflict: it is known what became of it, and it was not that; or it runs.
         """
         action = await self.get(caller, sandbox_id, action_id)
-        if (
-            action.state == "unknown"
-            or (action.state == "running" and state is not None)
-            or self._orphaned(action)
-        ):
+        if action.state == "unknown" or self._orphaned(action):
             task = self._runner.settle(action, caller=caller, patience_s=RESOLVE_PATIENCE_S)
             done, _ = await asyncio.wait({task}, timeout=2 * RESOLVE_PATIENCE_S)
             if done and not task.cancelled() and task.exception() is None:
                 action = task.result()
+        elif action.state == "running" and state is not None:
+            # Who runs it knows better than anybody who asks the sandbox.
+            action = await self._wait(action, 2 * RESOLVE_PATIENCE_S)
         if state is None or action.state == state:
             return action
         if action.state != "unknown":

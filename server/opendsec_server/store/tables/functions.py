@@ -15,6 +15,8 @@ FUNCTION_POOLS = sa.Table(
     sa.Column("name", sa.Text, nullable=False),
     sa.Column("spec", sa.Text, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
+    # Counts the changes: gateways see by it that another one made one.
+    sa.Column("version", sa.Integer, nullable=False, server_default="0"),
     sa.Index("uq_function_pools_name", "project_id", "name", unique=True),
 )
 

@@ -59,6 +59,9 @@ ACTIONS = sa.Table(
     sa.Column("replayed", sa.Boolean, nullable=False),
     # Who said what became of an unknown one.
     sa.Column("resolved_by", sa.Text, nullable=True),
+    # Which process runs it, and until when others leave it alone.
+    sa.Column("owner", sa.Text, nullable=True),
+    sa.Column("lease_until", sa.Double, nullable=False, server_default="0"),
     sa.Index("ix_actions_seq", "sandbox_id", "seq", unique=True),
     sa.Index("ix_actions_rollout", "project_id", "rollout_id", "recorded_at"),
     sa.Index("ix_actions_task", "project_id", "task_id"),

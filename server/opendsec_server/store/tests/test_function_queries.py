@@ -40,7 +40,7 @@ async def test_a_pool_keeps_its_id_and_takes_the_new_spec(store: Store) -> None:
     assert await functions.get_pool(store, "p", "pool") == record(1)
     changed = msgspec.structs.replace(record(2), spec=PoolSpec())
     found = await functions.put_pool(store, changed, pools_max=1)
-    assert found == msgspec.structs.replace(record(1), spec=PoolSpec())
+    assert found == msgspec.structs.replace(record(1), spec=PoolSpec(), version=1)
     assert await functions.put_pool(store, record(3, "more"), pools_max=1) is None
     assert await functions.put_pool(store, record(4, project="q"), pools_max=1) is not None
     assert [pool.pool_id for pool in await functions.list_pools(store, "p")] == ["f1"]

@@ -7,6 +7,7 @@ import asyncio
 import time
 
 import msgspec
+import pytest
 import sqlalchemy as sa
 
 from opendsec_server.contract.states import EndReason, State
@@ -55,7 +56,8 @@ async def test_many_at_once_have_an_order_and_each_id_one_owner(store: Store) ->
     ]
     log = await rows.actions_of(store, BOX, limit=100)
     assert [one.seq for one in log] == [1, 2, 3, 4, 5]
-    assert len(await rows.running_actions(store)) == 5
+    claimed = await rows.claim_actions(store, "me", seat=None, now=time.time(), lease_until=1.0)
+    assert len(claimed) == 5
 
 
 async def test_rollouts_and_outcomes(store: Store) -> None:
@@ -147,3 +149,32 @@ async def test_bytes_are_counted_and_bounded_and_all_goes_with_the_record(store:
     assert await store.read(left) == [0, 0]
     # Its end comes after all: nothing is there to note it at.
     assert (await rows.end_action(store, first, Ending(state="done"))) == first
+
+
+async def test_a_running_action_is_one_processs_until_its_lease_is_over(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "LEASED_AT_ONCE", 2)
+    await begin_create(store, record_of(1), None)
+    names = [f"a{number}" for number in range(5)]
+    theirs = [action(name, owner="one:x", lease_until=100.0) for name in names]
+    begun = [(await rows.begin_action(store, one, LIMITS)).action for one in theirs]
+
+    async def claim(owner: str, now: float, seat: str | None = None) -> list[str]:
+        found = await rows.claim_actions(store, owner, seat=seat, now=now, lease_until=now + 10)
+        assert {(one.owner, one.lease_until) for one in found} <= {(owner, now + 10)}
+        return [one.action_id for one in found]
+
+    assert await claim("two:x", 99.0) == []
+    await rows.renew_actions(store, "one:x", begun, 200.0)
+    assert await claim("two:x", 150.0, "two:") == []
+    assert await claim("two:x", 201.0) == names
+    # It is not the first one's any more.
+    await rows.renew_actions(store, "one:x", begun, 300.0)
+    assert await claim("three:x", 212.0) == names
+    # The successor in the same place need not wait; what has ended is nobody's.
+    ended = await rows.end_action(store, begun[0], Ending(state="done"))
+    assert (ended.owner, ended.lease_until) == (None, 0.0)
+    assert await claim("three:y", 213.0, "three:") == names[1:]
+    await rows.renew_actions(store, "three:y", begun, 0.0)
+    assert await claim("one:x", 214.0) == names[1:]

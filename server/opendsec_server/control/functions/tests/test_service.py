@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from opendsec_server.contract.errors import (
     NodeFull,
     OpendsecError,
     QuotaExceeded,
+    StoreUnavailable,
 )
 from opendsec_server.control.functions import model, service
 from opendsec_server.control.functions.model import Code, Limits, Outcome
@@ -315,6 +317,99 @@ async def test_a_changed_pool_gets_new_workers(functions: Functions) -> None:
     assert changed.record.pool_id == first.record.pool_id
     after = (await mapped(functions, "pa", 2, "p"))[1].worker
     assert after != before
+
+
+@pytest.fixture
+async def other(
+    functions: Functions, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Functions]:
+    """A second gateway on the same store."""
+    monkeypatch.setattr(service, "LOOK_S", 0.05)
+    config = Config(function_workers_max=WORKERS_MAX, instance="other")
+    other = Functions(config=config, store=store, node=None, creates=None)  # type: ignore[arg-type]
+    await other.start()
+    yield other
+    await other.stop()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_what_one_gateway_changes_another_sees(
+    functions: Functions, other: Functions
+) -> None:
+    first = await functions.put_pool(caller("pa"), "p", PoolSpec(workers_max=1))
+    before = (await mapped(other, "pa", 2, "p"))[1].worker
+    await functions.put_pool(caller("pa"), "p", PoolSpec(workers_max=1, memory_mb=64))
+    pool = other._pools["pa", "p"]
+    # Also if nobody calls.
+    await until(lambda: pool.record.spec.memory_mb == 64)
+    await until(lambda: not [w for w in other._workers if w.spec.memory_mb != 64])
+    after = (await mapped(other, "pa", 2, "p"))[1].worker
+    assert after != before
+    assert (await other.pool(caller("pa"), "p")).record.pool_id == first.record.pool_id
+
+    await functions.delete_pool(caller("pa"), "p")
+    await until(lambda: pool.deleted)
+    await until(lambda: not other._workers)
+    with pytest.raises(FunctionPoolNotFound):
+        await mapped(other, "pa", 1, "p")
+    # Another pool of the same name.
+    await functions.put_pool(caller("pa"), "p", PoolSpec(workers_max=1, memory_mb=128))
+    assert len(await mapped(other, "pa", 2, "p")) == 2
+    assert other._pools["pa", "p"].record.spec.memory_mb == 128
+
+
+async def test_calls_of_a_pool_that_another_gateway_deletes_end(
+    functions: Functions, other: Functions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await functions.put_pool(caller("pa"), "p", PoolSpec(workers_max=1))
+    monkeypatch.setattr(PretendedWorker, "call_s", 3_600.0)
+    calls = asyncio.create_task(mapped(other, "pa", 3, "p"))
+    await until(lambda: ("pa", "p") in other._pools and bool(other._pools["pa", "p"].busy))
+    await functions.delete_pool(caller("pa"), "p")
+    async with asyncio.timeout(30):
+        found = await calls
+    assert [type(outcome.error) for outcome in found.values()] == [FunctionCancelled] * 3
+
+
+async def test_the_pool_that_nobody_asked_for_may_be_changed_elsewhere(
+    functions: Functions, other: Functions
+) -> None:
+    await mapped(other, "pa", 1)
+    pool = other._pools["pa", "default"]
+    looked = other._looked_at
+    await until(lambda: other._looked_at > looked)
+    assert other._pools["pa", "default"] is pool, "it is in no store, and is not gone"
+    await functions.put_pool(caller("pa"), "default", PoolSpec(workers_min=1, memory_mb=64))
+    await until(lambda: pool.record.spec.memory_mb == 64)
+    # The one that asked for workers at any time has them at every gateway.
+    await until(lambda: bool(pool.idle))
+
+
+async def test_a_pool_that_is_to_be_ready_is_so_at_gateways_that_learn_of_it(
+    functions: Functions, other: Functions
+) -> None:
+    await functions.put_pool(caller("pb"), "ready", PoolSpec(workers_min=1))
+    await until(lambda: ("pb", "ready") in other._pools)
+    await until(lambda: bool(other._pools["pb", "ready"].idle))
+
+
+async def test_pools_go_on_while_the_store_is_away(
+    functions: Functions, other: Functions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await functions.put_pool(caller("pa"), "p", PoolSpec(workers_max=1))
+    assert len(await mapped(other, "pa", 2, "p")) == 2
+    away = AsyncMock(side_effect=StoreUnavailable("away"))
+    with monkeypatch.context() as patch:
+        patch.setattr(store_functions, "pool_marks", away)
+        await until(lambda: away.await_count > 2)
+        assert len(await mapped(other, "pa", 2, "p")) == 2
+    await functions.put_pool(caller("pa"), "p", PoolSpec(workers_max=1, memory_mb=64))
+    await until(lambda: other._pools["pa", "p"].record.spec.memory_mb == 64)
 
 
 async def test_workers_are_kept_ready_and_idle_ones_end(functions: Functions) -> None:
