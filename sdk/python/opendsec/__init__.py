@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ._async._client import AsyncClient
     from ._async._files import AsyncFiles, AsyncFileStream, AsyncWatch
     from ._async._functions import AsyncFunction, AsyncFunctionPools, AsyncFunctions
+    from ._async._groups import AsyncGroup, AsyncGroups
     from ._async._iam import AsyncAudit, AsyncPrincipals, AsyncProjects, AsyncTokens
     from ._async._images import AsyncImages
     from ._async._nodes import AsyncNodes
@@ -72,6 +73,12 @@ if TYPE_CHECKING:
         FunctionResultTooLarge,
         FunctionTimeout,
         FunctionWorkerLost,
+        GroupExists,
+        GroupNotFound,
+        GroupServiceFailed,
+        GroupServiceNotFound,
+        GroupStateConflict,
+        GroupUnhealthy,
         IdempotencyInProgress,
         IdempotencyMismatch,
         IdempotencyOutcomeUnknown,
@@ -125,6 +132,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from ._fn_models import CallOptions, CallResult, FunctionPool
+    from ._group_models import GroupInfo, ServiceInfo, ServiceLogs, ServiceProgram
     from ._iam_models import (
         AuditEntry,
         AuditVerdict,
@@ -179,6 +187,7 @@ if TYPE_CHECKING:
     from ._sync._client import Client
     from ._sync._files import Files, FileStream, Watch
     from ._sync._functions import Function, FunctionPools, Functions
+    from ._sync._groups import Group, Groups
     from ._sync._iam import Audit, Principals, Projects, Tokens
     from ._sync._images import Images
     from ._sync._nodes import Nodes
@@ -235,6 +244,8 @@ __all__ = [
     "AsyncFunction",
     "AsyncFunctionPools",
     "AsyncFunctions",
+    "AsyncGroup",
+    "AsyncGroups",
     "AsyncImages",
     "AsyncNodes",
     "AsyncPrincipals",
@@ -305,6 +316,15 @@ __all__ = [
     "FunctionWorkerLost",
     "Functions",
     "GrantInfo",
+    "Group",
+    "GroupExists",
+    "GroupInfo",
+    "GroupNotFound",
+    "GroupServiceFailed",
+    "GroupServiceNotFound",
+    "GroupStateConflict",
+    "GroupUnhealthy",
+    "Groups",
     "IdempotencyInProgress",
     "IdempotencyMismatch",
     "IdempotencyOutcomeUnknown",
@@ -368,6 +388,9 @@ __all__ = [
     "SandboxPaused",
     "SandboxStartFailed",
     "ServerInfo",
+    "ServiceInfo",
+    "ServiceLogs",
+    "ServiceProgram",
     "Snapshot",
     "SnapshotDamaged",
     "SnapshotFailed",
@@ -430,6 +453,7 @@ _HOMES = {
     "._async._process": ("AsyncProcess", "AsyncPty"),
     "._async._rollout": ("AsyncRollout",),
     "._async._sandbox": ("AsyncSandbox",),
+    "._async._groups": ("AsyncGroup", "AsyncGroups"),
     "._async._iam": ("AsyncAudit", "AsyncPrincipals", "AsyncProjects", "AsyncTokens"),
     "._async._images": ("AsyncImages",),
     "._async._nodes": ("AsyncNodes",),
@@ -446,6 +470,8 @@ _HOMES = {
     "._rollout_models": ("RolloutOutcome", "Verifier"),
     "._sync._rollout": ("Rollout",),
     "._sync._sandbox": ("Sandbox",),
+    "._sync._groups": ("Group", "Groups"),
+    "._group_models": ("GroupInfo", "ServiceInfo", "ServiceLogs", "ServiceProgram"),
     "._sync._iam": ("Audit", "Principals", "Projects", "Tokens"),
     "._sync._images": ("Images",),
     "._sync._nodes": ("Nodes",),

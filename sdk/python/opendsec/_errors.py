@@ -23,6 +23,8 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── FunctionPoolNotFound
     │   │   ├── TaskNotFound
     │   │   ├── TaskOperationNotFound
+    │   │   ├── GroupNotFound
+    │   │   ├── GroupServiceNotFound
     │   │   ├── FileNotFound            local
     │   │   └── ProcessNotFound         local
     │   ├── Conflict
@@ -39,6 +41,8 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── TaskEnded
     │   │   ├── TaskPaused
     │   │   ├── TaskBudgetReached
+    │   │   ├── GroupExists
+    │   │   ├── GroupStateConflict
     │   │   └── AlreadyExists           local
     │   ├── SandboxEnded
     │   ├── RegistryDenied
@@ -53,6 +57,8 @@ The upper half mirrors the codes of the server; classes marked *local* are decid
     │   │   ├── FunctionResultInvalid
     │   │   ├── FunctionResultTooLarge
     │   │   └── FunctionCancelled
+    │   ├── GroupUnhealthy
+    │   ├── GroupServiceFailed
     │   ├── MethodNotAllowed
     │   ├── PayloadTooLarge
     │   ├── NotSupported
@@ -131,6 +137,12 @@ from ._work_errors import (
     FunctionResultTooLarge,
     FunctionTimeout,
     FunctionWorkerLost,
+    GroupExists,
+    GroupNotFound,
+    GroupServiceFailed,
+    GroupServiceNotFound,
+    GroupStateConflict,
+    GroupUnhealthy,
     TaskBudgetReached,
     TaskEnded,
     TaskExists,
@@ -168,6 +180,12 @@ __all__ = [
     "FunctionResultTooLarge",
     "FunctionTimeout",
     "FunctionWorkerLost",
+    "GroupExists",
+    "GroupNotFound",
+    "GroupServiceFailed",
+    "GroupServiceNotFound",
+    "GroupStateConflict",
+    "GroupUnhealthy",
     "NotFound",
     "OpendsecError",
     "PlatformError",

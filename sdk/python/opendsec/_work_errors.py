@@ -189,6 +189,49 @@ class TaskBudgetReached(Conflict):
     default_remediation = "Give the task a larger budget, or use another task id."
 
 
+class GroupNotFound(NotFound):
+    """No such group for this caller."""
+
+    code = "group_not_found"
+    default_remediation = "Check the id or name; list the groups."
+
+
+class GroupServiceNotFound(NotFound):
+    """The group has no service of that name."""
+
+    code = "group_service_not_found"
+    default_remediation = "Look at the group; its services are named there."
+
+
+class GroupExists(Conflict):
+    """A group of this name has not ended yet."""
+
+    code = "group_exists"
+    default_remediation = "End it first, or use another name."
+
+
+class GroupStateConflict(Conflict):
+    """The group is in a state that does not allow the operation."""
+
+    code = "group_state_conflict"
+
+
+class GroupUnhealthy(UserError):
+    """A service of the group did not become healthy. The whole group was ended."""
+
+    code = "group_unhealthy"
+    http_status = 422
+    default_remediation = "Read the last output of its health check and its logs; mend the service."
+
+
+class GroupServiceFailed(UserError):
+    """A service of the group ended while the group was being started. All of it was ended."""
+
+    code = "group_service_failed"
+    http_status = 422
+    default_remediation = "Read its output in the details; mend the service."
+
+
 class ArtifactsRefused(UserError):
     """What an agent left cannot be taken into a verifier's sandbox. The agent's own failure."""
 

@@ -37,6 +37,7 @@ from ._account import AsyncApiKeys
 from ._batches import AsyncBatches
 from ._connect import gone
 from ._functions import AsyncFunctions
+from ._groups import AsyncGroups
 from ._iam import AsyncAudit, AsyncPrincipals, AsyncProjects, AsyncTokens
 from ._images import AsyncImages
 from ._nodes import AsyncNodes
@@ -99,6 +100,7 @@ class AsyncClient:
             pauses. 0: never.
 
     Attributes:
+        groups: Several sandboxes on one private network, started and ended as one.
         images: Container images that sandboxes can be created from.
         nodes: The machines that run sandboxes, for operators.
         snapshots: Saved states that sandboxes can be created from.
@@ -146,6 +148,7 @@ class AsyncClient:
         self.tokens = AsyncTokens(self._transport)
         self.audit = AsyncAudit(self._transport)
         self.batches = AsyncBatches(self)
+        self.groups = AsyncGroups(self)
         self.fn = AsyncFunctions(self._transport)
 
     async def __aenter__(self) -> Self:

@@ -39,6 +39,7 @@ from ._account import ApiKeys
 from ._batches import Batches
 from ._connect import gone
 from ._functions import Functions
+from ._groups import Groups
 from ._iam import Audit, Principals, Projects, Tokens
 from ._images import Images
 from ._nodes import Nodes
@@ -101,6 +102,7 @@ class Client:
             pauses. 0: never.
 
     Attributes:
+        groups: Several sandboxes on one private network, started and ended as one.
         images: Container images that sandboxes can be created from.
         nodes: The machines that run sandboxes, for operators.
         snapshots: Saved states that sandboxes can be created from.
@@ -148,6 +150,7 @@ class Client:
         self.tokens = Tokens(self._transport)
         self.audit = Audit(self._transport)
         self.batches = Batches(self)
+        self.groups = Groups(self)
         self.fn = Functions(self._transport)
 
     def __enter__(self) -> Self:

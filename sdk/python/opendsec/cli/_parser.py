@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     from ._adapters_parser import add_adapters
     from ._batch_parser import add_batch
     from ._fn_parser import add_fn
+    from ._group_parser import add_group
     from ._iam_parser import add_iam
     from ._node_parser import add_node
     from ._task_parser import add_task
@@ -106,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_images(commands)
     _add_kill(commands)
     add_batch(commands)
+    add_group(commands)
     add_adapters(commands)
     add_iam(commands)
     _add_about(commands)
