@@ -3,19 +3,28 @@
 
 An image that came with a project's own password is that project's, until another shows the registry
 a password that is good for it, or has it without one. All others are everybody's. What the node's
-own file of credentials opens is open to every project.
+own file of credentials opens is open to every project. An image that is being pulled with a
+password is nobody's until it is noted whose it is.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from opendsec_server.config import Config
-from opendsec_server.contract.errors import Forbidden, ImageNotFound, InvalidRequest, RegistryDenied
+from opendsec_server.contract import limits
+from opendsec_server.contract.errors import (
+    Forbidden,
+    ImageNotFound,
+    InvalidRequest,
+    NodeUnavailable,
+    RegistryDenied,
+)
 from opendsec_server.contract.images import ImageInfo, RegistryAuth
 from opendsec_server.contract.node import NodeClient
 from opendsec_server.store import images
-from opendsec_server.store.images import EVERYONE
+from opendsec_server.store.images import EVERYONE, Access
 from opendsec_server.store.store import Store
 
 from .iam import Iam
@@ -33,15 +42,16 @@ class ImageAccess:
         self._store = store
         self._node = node
         self._iam = iam
+        self._pulls: Counter[tuple[str, str]] = Counter()
+        """What is being pulled: for which project, and the full name."""
 
-    async def may_have(self, project_id: str, digest: str) -> bool:
-        """Whether an image is everybody's, or the project has shown that it may have it."""
-        found = await images.projects_with(self._store, digest)
-        return not found or project_id in found or EVERYONE in found
+    async def table(self, image: ImageInfo | None = None) -> Access:
+        """Who may have which image, or one of them; to be read after the images are."""
+        return await images.access(self._store, image)
 
-    async def closed_to(self, project_id: str) -> frozenset[str]:
-        """Digests of the images that a project may not have."""
-        return await images.closed_to(self._store, project_id)
+    def pulls_of(self, project_id: str) -> frozenset[str]:
+        """Full names of what this process pulls for a project now."""
+        return frozenset(name for whose, name in self._pulls if whose == project_id)
 
     async def check_registry(self, project_id: str, reference: str) -> None:
         """Go on only with a registry that the settings allow.
@@ -74,25 +84,67 @@ class ImageAccess:
             As ``NodeImages.pull``.
         """
         await self.check_registry(project_id, reference)
+        name = full_name(reference)
+        self._pulls[project_id, name] += 1
+        try:
+            if auth is None:
+                return await self._pull_openly(project_id, reference, refresh=refresh)
+            return await self._pull_with(project_id, reference, name, auth, refresh=refresh)
+        finally:
+            self._pulls[project_id, name] -= 1
+            if not self._pulls[project_id, name]:
+                del self._pulls[project_id, name]
+
+    async def _pull_openly(self, project_id: str, reference: str, *, refresh: bool) -> ImageInfo:
+        """Without a password. What another's password has brought meanwhile is not given away."""
+        denied = RegistryDenied(
+            f"`{reference[:80]}` came with another project's password",
+            remediation="Give credentials that may pull it.",
+        )
         here = await self._here(reference)
-        mine = here is None or await self.may_have(project_id, here.digest)
-        if not mine and auth is None and "@" in reference:
-            # A node asks no registry for a digest that it has.
-            raise RegistryDenied(
-                f"`{reference[:80]}` came with another project's password",
-                remediation="Give credentials that may pull it.",
-            )
-        before: frozenset[str] = frozenset()
-        if auth is not None:
-            before = frozenset(image.digest for image in await self._node.images.all())
-        image = await self._node.images.pull(reference, auth=auth, refresh=refresh or not mine)
-        known = await images.projects_with(self._store, image.digest)
-        if auth is not None:
-            if known or image.digest not in before:
-                await images.let_have(self._store, image.digest, project_id)
-        elif known and (refresh or not mine or here is None):
-            # The registry gave it to nobody in particular.
-            await images.let_have(self._store, image.digest, EVERYONE)
+        mine = here is not None and (await self.table(here)).open_to(project_id, here)
+        # A node asks no registry for a digest that it has.
+        pinned = "@" in reference
+        if pinned and here is not None and not mine:
+            raise denied
+        ask = refresh or not mine
+        image = await self._node.images.pull(reference, auth=None, refresh=ask)
+        table = await self.table(image)
+        if ask and not pinned:
+            if table.known(image.digest) or not table.settled(image):
+                # The registry gave it to nobody in particular.
+                await images.let_have(self._store, image.digest, EVERYONE)
+        elif not table.open_to(project_id, image):
+            raise denied
+        return image
+
+    async def _pull_with(
+        self, project_id: str, reference: str, name: str, auth: RegistryAuth, *, refresh: bool
+    ) -> ImageInfo:
+        """With a password. The image is nobody's until it is noted whose it is, also if this
+        process is killed meanwhile."""
+        everything = await self._node.images.all()
+        table = await self.table()
+        before = {image.digest for image in everything if table.settled(image)}
+        for image in everything:
+            if name in image.names and image.digest in before and not table.known(image.digest):
+                # It stays everybody's meanwhile.
+                await images.let_have(self._store, image.digest, EVERYONE)
+        here = next((image for image in everything if name in image.names), None)
+        mine = here is not None and table.open_to(project_id, here)
+        attempt = await images.begin_pull(self._store, name, project_id)
+        try:
+            image = await self._node.images.pull(reference, auth=auth, refresh=refresh or not mine)
+        except NodeUnavailable:
+            # It may go on there.
+            raise
+        except Exception:
+            await images.end_pull(self._store, name, attempt)
+            raise
+        known = (await self.table(image)).known(image.digest)
+        if known or image.digest not in before:
+            await images.let_have(self._store, image.digest, project_id)
+        await images.end_pull(self._store, name, attempt)
         return image
 
     async def _here(self, reference: str) -> ImageInfo | None:
@@ -103,11 +155,33 @@ class ImageAccess:
 
 
 def registry_of(reference: str) -> str:
-    """The registry that a reference names, by docker's rule."""
-    head, slash, _ = reference.partition("/")
+    """The registry that a reference names."""
+    return _split(reference)[0]
+
+
+def full_name(reference: str) -> str:
+    """What nodes name the image that a reference means: ``docker.io/library/alpine:latest``.
+
+    Raises:
+        InvalidRequest: nothing that could be a reference.
+    """
+    if len(reference) > limits.NAME_CHARS_MAX or not reference.isprintable():
+        raise InvalidRequest(f"reference: {reference[:80]!r} is not a reference of an image")
+    if _OTHER_SOURCE_RE.match(reference):
+        return reference
+    host, rest = _split(reference)
+    path = rest.partition("@")[0].partition(":")[0]
+    if host == DOCKER_HUB and "/" not in path:
+        rest = f"library/{rest}"
+    return f"{host}/{rest}" if "@" in rest or ":" in rest else f"{host}/{rest}:latest"
+
+
+def _split(reference: str) -> tuple[str, str]:
+    """Registry and the rest, by docker's rule."""
+    head, slash, tail = reference.partition("/")
     if slash and (head == "localhost" or "." in head or ":" in head or head.lower() != head):
-        return DOCKER_HUB if head == "index.docker.io" else head
-    return DOCKER_HUB
+        return (DOCKER_HUB if head == "index.docker.io" else head), tail
+    return DOCKER_HUB, reference
 
 
 def _fits(host: str, allowed: str) -> bool:

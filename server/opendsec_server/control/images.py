@@ -100,11 +100,17 @@ class Images:
     async def list(self, caller: Caller) -> list[ImageInfo]:
         """The images that the caller may see, the oldest first."""
         everything = await self._iam.operates(caller)
-        closed = await self._access.closed_to(caller.project_id)
+        images = await self._node.images.all()
+        table = await self._access.table()
         return [
             self._shown(caller, image)
-            for image in await self._node.images.all()
-            if everything or may_use(caller.project_id, image.names, closed=image.digest in closed)
+            for image in images
+            if everything
+            or may_use(
+                caller.project_id,
+                image.names,
+                closed=not table.open_to(caller.project_id, image),
+            )
         ]
 
     async def get(self, caller: Caller, name: str) -> ImageInfo:
@@ -187,9 +193,13 @@ class Images:
         image = await self.find(caller, name)
         return await self._node.images.push(image.digest, reference, auth=auth)
 
-    async def progress(self) -> PullProgresses:
-        """The pulls at work, whoever asked for them."""
-        return await self._node.images.progress()
+    async def progress(self, caller: Caller) -> PullProgresses:
+        """The pulls at work for the caller's project; the installation's sees all."""
+        pulls = await self._node.images.progress()
+        if await self._iam.operates(caller):
+            return pulls
+        mine = self._access.pulls_of(caller.project_id)
+        return [pull for pull in pulls if pull.reference in mine]
 
     def _shown(self, caller: Caller, image: ImageInfo) -> ImageInfo:
         return msgspec.structs.replace(image, names=shown_names(caller.project_id, image.names))
@@ -213,8 +223,9 @@ class Images:
         raise ImageNotFound(f"no image `{name[:80]}` is here")
 
     async def _may_use(self, caller: Caller, image: ImageInfo) -> bool:
-        open_to = await self._access.may_have(caller.project_id, image.digest)
-        if may_use(caller.project_id, image.names, closed=not open_to):
+        table = await self._access.table(image)
+        closed = not table.open_to(caller.project_id, image)
+        if may_use(caller.project_id, image.names, closed=closed):
             return True
         if any(t.image == image.digest for t in await self._templates.visible(caller)):
             return True

@@ -106,13 +106,14 @@ async def pull_image(request: Request) -> Response[bytes]:
         Operation(
             tag="images",
             summary="How far pulls are",
-            description="Those at work now.",
+            description="The project's own that are at work now; the installation's first project "
+            "sees all.",
             response=schemas.PullList,
         )
     ),
 )
 async def list_pulls(request: Request) -> Response[bytes]:
-    pulls = await services_of(request).images.progress()
+    pulls = await services_of(request).images.progress(caller_of(request))
     return answer(
         schemas.PullList(pulls=[schemas.Pull(**msgspec.structs.asdict(pull)) for pull in pulls])
     )

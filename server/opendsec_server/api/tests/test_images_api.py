@@ -33,7 +33,7 @@ async def test_pull_look_push_remove(http: httpx.AsyncClient, plane: Plane) -> N
     pulled = await http.post("/v1/images/pull", json={"reference": "alpine"})
     assert pulled.status_code == 200, pulled.text
     digest = pulled.json()["digest"]
-    assert pulled.json()["names"] == ["alpine"]
+    assert pulled.json()["names"] == ["docker.io/library/alpine:latest"]
     assert pulled.json()["config"]["env"] == {"A": "1"}
     assert (await http.get("/v1/images/alpine")).json() == pulled.json()
     listed = (await http.get("/v1/images")).json()["images"]
@@ -91,7 +91,7 @@ async def test_projects_and_their_images(http: httpx.AsyncClient, plane: Plane) 
     second = await seen(headers=headers)
     assert second[own.digest] == ["mine:latest"]
     assert nameless.digest not in second
-    assert ["alpine"] in second.values()
+    assert ["docker.io/library/alpine:latest"] in second.values()
     first = await seen()
     assert first[own.digest] == []
     assert nameless.digest in first

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from opendsec_server.contract.errors import ImageNotFound, RegistryDenied
+from opendsec_server.contract.errors import ImageNotFound, InvalidRequest, RegistryDenied
 from opendsec_server.contract.images import (
     ImageConfig,
     ImageInfo,
@@ -18,6 +18,14 @@ from opendsec_server.contract.images import (
     PullProgress,
     RegistryAuth,
 )
+from opendsec_server.control.image_access import full_name
+
+
+def _full(name: str) -> str | None:
+    try:
+        return full_name(name)
+    except InvalidRequest:
+        return None
 
 
 class FakeImages:
@@ -36,6 +44,8 @@ class FakeImages:
         self.kept: set[str] = set()
         self.gate: asyncio.Event | None = None
         """Pulls wait here."""
+        self.landed: asyncio.Event | None = None
+        """Pulls wait here when the image is there."""
         self.base = self.add({"/etc/os-release": "debian"}, names=("base",)).digest
 
     def add(
@@ -72,7 +82,8 @@ class FakeImages:
             await self.gate.wait()
         if self.fail_pull is not None:
             raise self.fail_pull
-        here = next((i for i in self.infos.values() if reference in i.names), None)
+        name = full_name(reference)
+        here = next((i for i in self.infos.values() if name in i.names), None)
         # As a node: nobody asks a registry for a digest that is here, but with a password.
         if here is not None and (not refresh or ("@" in reference and auth is None)):
             return here
@@ -81,7 +92,11 @@ class FakeImages:
         disk, config, needed = self.offered[reference]
         if needed is not None and auth != needed:
             raise RegistryDenied(f"`{reference}` needs other credentials")
-        return self.add(disk, config, names=(reference,))
+        info = self.add(disk, config, names=(name,))
+        if self.landed is not None:
+            # It is here, and who asked does not know yet.
+            await self.landed.wait()
+        return info
 
     async def compose(
         self, parts: Sequence[str], *, config: ImageConfig | None = None
@@ -96,7 +111,7 @@ class FakeImages:
 
     async def get(self, name: str) -> ImageInfo:
         for info in self.infos.values():
-            if name == info.digest or name in info.names:
+            if name == info.digest or name in info.names or _full(name) in info.names:
                 return info
         raise ImageNotFound(f"there is no image `{name}`")
 

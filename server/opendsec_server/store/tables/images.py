@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from .metadata import METADATA
 
 # An image that is not here is everybody's. ``*`` in place of a project: it has become so.
+# ``pull:`` and a name in place of a digest: it is being pulled with a password of the project.
 IMAGE_ACCESS = sa.Table(
     "image_access",
     METADATA,
