@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from bench.server import agent_pids
 from opendsec import Client, NodeUnavailable, OpendsecError
 from tests.harness import BIN, Server, new_server
 from tests.leaks import Snapshot
@@ -176,6 +177,35 @@ def test_a_killed_gateway_finds_everything_again(cluster: Cluster) -> None:
             sandbox = client.connect(name)
             assert sandbox.exec("echo here").stdout == "here\n"
             assert sandbox.kill()
+
+
+@pytest.mark.timeout(360)
+def test_nodes_keep_the_deadline_of_a_task_while_the_gateway_is_dead(cluster: Cluster) -> None:
+    task_id = "ends-alone"
+    with cluster.client() as client:
+        until(
+            lambda: {health(client, name) for name in ("one", "two")} == {"up"}, "a node is not up"
+        )
+        made = [client.create(**SIZES, task_id=task_id) for _ in range(2)]
+        pausing = {"on_timeout": "pause", "pause_mode": "filesystem"}
+        made.append(client.create(**SIZES, task_id=task_id, **pausing))
+        for sandbox in made:
+            sandbox.spawn("sleep 1000")
+        client.tasks.set(task_id, deadline=8)
+    cluster.gateway.kill_daemon()
+
+    def left() -> list[int]:
+        return [pid for node in (cluster.one, cluster.two) for pid in agent_pids(node)]
+
+    until(lambda: not left(), "sandboxes outlive their task", seconds=90)
+    cluster.gateway.start()
+    with cluster.client() as client:
+        assert client.tasks.wait(task_id, timeout_s=60)
+        task = client.tasks.get(task_id)
+        assert (task.state, task.end_reason) == ("ended", "task_deadline")
+        # Those that were paused instead are ended now.
+        ended = {end.reason: end.count for end in task.sandboxes.ended}
+        assert sum(ended.values()) == 3 and set(ended) <= {"timeout", "task_deadline"}
 
 
 def test_the_command_line_and_who_may_use_it(cluster: Cluster) -> None:

@@ -178,7 +178,8 @@ class SandboxInfo(msgspec.Struct, kw_only=True, frozen=True):
         vmm: The program behind a virtual machine, with its version; None for others.
         end_at: When its time runs out; None while it is paused.
         end_reason: Why it ended (killed, timeout, idle, exited, oom, kernel_panic, vmm_failed,
-            start_failed, lost, task_deadline, task_budget).
+            lost, task_deadline, task_budget; start_failed, start_timeout, image_pull, no_room or
+            node_unavailable if it did not start).
         on_timeout: What happens then: ``kill`` or ``pause``.
         timeout_s: What it was created with.
         pause_mode: What a pause by time-out keeps: ``full`` or ``filesystem``.

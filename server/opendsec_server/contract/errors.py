@@ -59,7 +59,8 @@ class OpendsecError(Exception):
     http_status: ClassVar[int] = 500
     fault: Fault = "platform"
     """Of the class; of one failure it may be another's, as its evidence says."""
-    retryable: ClassVar[bool] = False
+    retryable: bool = False
+    """As ``fault``."""
     default_remediation: ClassVar[str] = (
         "Look at the server's log for the request id; report it if it repeats."
     )
@@ -593,6 +594,13 @@ class NodeUnavailable(PlatformError):
     default_remediation = "Retry after a moment."
 
 
+class NodeClocksDiffer(NodeUnavailable):
+    """A node does not hear a gateway whose clock is too far from its own."""
+
+    code = "node_clocks_differ"
+    default_remediation = "Set the clocks of gateway and node, best by NTP; then retry."
+
+
 class ActionUnknown(PlatformError):
     """It is not known whether an action took effect, so that nothing may build on it."""
 
@@ -636,13 +644,6 @@ class SnapshotDamaged(PlatformError):
     """What was saved does not match its checksum or is cut short. It was not used."""
 
     code = "snapshot_damaged"
-class NodeClocksDiffer(NodeUnavailable):
-    """A node does not hear a gateway whose clock is too far from its own."""
-
-    code = "node_clocks_differ"
-    default_remediation = "Set the clocks of gateway and node, best by NTP; then retry."
-
-
     default_remediation = (
         "Delete the snapshot and take it again. "
         "A paused sandbox can be resumed from its disk alone."

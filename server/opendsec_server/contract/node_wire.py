@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from .errors import InvalidRequest, NodeUnavailable, OpendsecError, all_error_classes
+from .errors import Fault, InvalidRequest, NodeUnavailable, OpendsecError, all_error_classes
 from .images import ExecEvent, NodeImages
 from .node import NodeClient, NodeEvent, SandboxSpec, SandboxStatus
 
@@ -59,6 +59,10 @@ class WireError(msgspec.Struct, kw_only=True, frozen=True):
     message: str
     remediation: str
     details: dict[str, Any] = {}
+    fault: Fault | None = None
+    retryable: bool | None = None
+    """Of the node's own refinement of an error, which may be another's fault than its kind.
+    None: as its kind."""
     retry_after_s: int | None = None
 
 
@@ -170,9 +174,11 @@ _CLASSES = {cls.__name__: cls for cls in all_error_classes()}
 
 def to_wire(exc: OpendsecError) -> WireError:
     """An error for the other side."""
-    kind = next(cls.__name__ for cls in type(exc).__mro__ if _CLASSES.get(cls.__name__) is cls)
+    kind = next(cls for cls in type(exc).__mro__ if _CLASSES.get(cls.__name__) is cls)
     return WireError(
-        kind=kind,
+        kind=kind.__name__,
+        fault=exc.fault if exc.fault != kind.fault else None,
+        retryable=exc.retryable if exc.retryable != kind.retryable else None,
         message=exc.message,
         remediation=exc.remediation,
         details=exc.details,
@@ -182,12 +188,17 @@ def to_wire(exc: OpendsecError) -> WireError:
 
 def from_wire(error: WireError) -> OpendsecError:
     """The error that the other side meant. One that this release does not know is the node's."""
-    return _CLASSES.get(error.kind, NodeUnavailable)(
+    exc = _CLASSES.get(error.kind, NodeUnavailable)(
         error.message,
         remediation=error.remediation,
         details=error.details,
         retry_after_s=error.retry_after_s,
     )
+    if error.fault is not None:
+        exc.fault = error.fault
+    if error.retryable is not None:
+        exc.retryable = error.retryable
+    return exc
 
 
 # --- refusals ---------------------------------------------------------------

@@ -34,7 +34,11 @@ class EndReason(StrEnum):
     OOM = "oom"  # the kernel killed PID 1 at the memory limit
     KERNEL_PANIC = "kernel_panic"  # the guest's own kernel gave up
     VMM_FAILED = "vmm_failed"  # the program behind the virtual machine ended or was killed
-    START_FAILED = "start_failed"
+    START_FAILED = "start_failed"  # for none of the reasons below
+    START_TIMEOUT = "start_timeout"  # it was not ready in time
+    IMAGE_PULL = "image_pull"  # its image could not be had
+    NO_ROOM = "no_room"  # no node had room for it
+    NODE_UNAVAILABLE = "node_unavailable"  # its node was lost while it started
     TASK_DEADLINE = "task_deadline"  # the deadline of its task was reached
     TASK_BUDGET = "task_budget"  # the budget of its task was used up
     LOST = "lost"  # found gone at reconcile (host reboot, kernel kill)

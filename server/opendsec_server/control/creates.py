@@ -33,7 +33,7 @@ from opendsec_server.contract.errors import (
 from opendsec_server.contract.ids import new_sandbox_id
 from opendsec_server.contract.limits import START_BUDGET_S
 from opendsec_server.contract.node import Backend, NodeEvent, SandboxSpec
-from opendsec_server.contract.states import TERMINAL, EndReason, State
+from opendsec_server.contract.states import TERMINAL, State
 from opendsec_server.store.creates import begin_create, look_up
 from opendsec_server.store.moves import move_create
 from opendsec_server.store.records import (
@@ -55,6 +55,8 @@ from .origins import Origins, needs_layers
 from .params import CreateParams, check_params
 from .placement import Need
 from .snapshots import Origin
+from .start_causes import reason_of
+from .task_deadlines import TaskDeadlines
 from .templates import Templates
 from .tokens import TokenMint
 
@@ -110,6 +112,7 @@ class Creates:
         backends: Backends,
         ledger: Ledger,
         metrics: ControlMetrics,
+        deadlines: TaskDeadlines,
         alone: bool = True,
     ) -> None:
         self._store = store
@@ -122,6 +125,7 @@ class Creates:
         self._backends = backends
         self._ledger = ledger
         self._metrics = metrics
+        self._deadlines = deadlines
         self._started_at = time.time()
         self.attempts: Attempts[Created] = Attempts("create")
         self._in_flight: dict[str, _InFlight] = {}
@@ -465,7 +469,7 @@ class Creates:
             disk_mb=record.disk_mb,
             env=record.env,
             created_at=record.created_at,
-            end_at=record.end_at,
+            end_at=self._deadlines.cap(record.project_id, record.task_id, record.end_at),
             timeout_s=record.timeout_s,
             idle_timeout_s=record.idle_timeout_s,
             on_timeout=record.on_timeout,
@@ -625,7 +629,7 @@ def failure(record: SandboxRecord, exc: OpendsecError, cause: str) -> StateChang
         state=State.ENDED if killed else State.FAILED,
         at=time.time(),
         cause=cause,
-        reason=EndReason.KILLED if killed else EndReason.START_FAILED,
+        reason=reason_of(exc),
         message=exc.message,
         fault=None if killed else exc.fault,
     )

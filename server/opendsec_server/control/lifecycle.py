@@ -47,6 +47,7 @@ from .invalidations import Invalidations
 from .ledger import PAUSES, Ledger, change_from_status, fault_of, with_status
 from .metrics import ControlMetrics
 from .params import check_network, check_timeout
+from .task_deadlines import TaskDeadlines
 
 log = structlog.get_logger(__name__)
 
@@ -89,6 +90,7 @@ class Lifecycle:
         ledger: Ledger,
         invalidations: Invalidations,
         metrics: ControlMetrics,
+        deadlines: TaskDeadlines,
     ) -> None:
         self._store = store
         self._node = node
@@ -96,6 +98,7 @@ class Lifecycle:
         self._ledger = ledger
         self._invalidations = invalidations
         self._metrics = metrics
+        self._deadlines = deadlines
         self._pauses: Attempts[Paused] = Attempts("pause")
         self._resumes: Attempts[Connected] = Attempts("resume")
         self._resuming: dict[str, asyncio.Task[Connected]] = {}
@@ -185,6 +188,12 @@ class Lifecycle:
         status = await self._node.kill(sandbox_id, reason)
         return change_from_status(status, cause="api", now=time.time())
 
+    def end_in(self, record: SandboxRecord, timeout_s: float) -> float:
+        """The end that a sandbox is told that may live ``timeout_s`` from now: no later than its
+        task's. Unix seconds."""
+        wanted = time.time() + timeout_s
+        return self._deadlines.cap(record.project_id, record.task_id, wanted)
+
     async def set_timeout(self, caller: Caller, sandbox_id: str, timeout_s: int) -> SandboxRecord:
         """Let a sandbox end ``timeout_s`` from now, sooner or later than before.
         Zero or less ends it at once.
@@ -203,7 +212,7 @@ class Lifecycle:
                 remediation="Resume it; that sets a new end.",
                 details={"state": status.state},
             )
-        status = await self._node.set_end_at(sandbox_id, time.time() + max(timeout_s, 0))
+        status = await self._node.set_end_at(sandbox_id, self.end_in(record, max(timeout_s, 0)))
         return await self._note_end_at(record, status)
 
     async def connect(
@@ -245,7 +254,7 @@ class Lifecycle:
                 if status.state in PAUSES and resume:
                     return await self.resume(record, wanted_s, reboot=reboot)
                 break
-            end_at = time.time() + wanted_s
+            end_at = self.end_in(record, wanted_s)
             if end_at > status.end_at:
                 status = await self._node.set_end_at(sandbox_id, end_at, only_extend=True)
                 await self._note_end_at(record, status)
@@ -274,7 +283,7 @@ class Lifecycle:
             return await asyncio.shield(task)
         connected = await asyncio.shield(task)
         # Another caller's resume, for another time.
-        end_at = time.time() + timeout_s
+        end_at = self.end_in(record, timeout_s)
         if end_at <= connected.record.end_at:
             return connected
         status = await self._node.set_end_at(name, end_at, only_extend=True)
@@ -284,7 +293,7 @@ class Lifecycle:
     async def _resume(self, record: SandboxRecord, timeout_s: float, *, reboot: bool) -> Connected:
         name = record.sandbox_id
         async with self._place_for(record):
-            end_at = time.time() + timeout_s
+            end_at = self.end_in(record, timeout_s)
             async with self.recorded_if_failed(name):
                 with self._metrics.timed("resume", record.backend):
                     status = await self._node.resume(name, end_at=end_at, reboot=reboot)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -36,7 +37,9 @@ from .packing import Packing
 from .routes import Routes
 from .saving import Saving
 from .snapshots import Snapshots
+from .task_deadlines import TaskDeadlines
 from .tasks import Tasks
+from .tasks.ends import Ends
 from .tasks.keeper import TaskKeeper
 from .tasks.operations import Operations
 from .tasks.work import Work
@@ -94,6 +97,7 @@ class Services:
             node, self.iam, access, self.templates, lambda: self.builds.images_in_use()
         )
         origins = Origins(node, self.templates, self.snapshots, self.images, access)
+        deadlines = TaskDeadlines()
         self.creates = Creates(
             store=store,
             fleet=fleet,
@@ -103,6 +107,7 @@ class Services:
             backends=self.backends,
             ledger=ledger,
             metrics=self.metrics,
+            deadlines=deadlines,
             alone=config.role != "gateway",
         )
         self.batches = Batches(
@@ -120,6 +125,7 @@ class Services:
             ledger=ledger,
             invalidations=self.invalidations,
             metrics=self.metrics,
+            deadlines=deadlines,
         )
         self.bulk = Bulk(store=store, node=node, lifecycle=self.lifecycle, ledger=ledger)
         self.saving = Saving(
@@ -144,8 +150,9 @@ class Services:
                 metrics=self.metrics,
             ),
         )
-        self.tasks = Tasks(store, node, operations)
-        self.task_keeper = TaskKeeper(store, self.tasks, operations)
+        ends = Ends(store, node, deadlines)
+        self.tasks = Tasks(store, node, operations, ends, deadlines)
+        self.task_keeper = TaskKeeper(store, self.tasks, operations, ends, deadlines)
         self.groups = Groups(
             GroupTools(
                 store=store,
@@ -202,11 +209,17 @@ class Services:
                 overwritten.
         """
         mint = TokenMint(load_secret(config.state_path / "secret"))
-        store = await Store.open(config)
         fleet = node if isinstance(node, Fleet) else Fleet.of_one(node)
-        try:
+        async with contextlib.AsyncExitStack() as begun:
+            store = await Store.open(config)
+            begun.push_async_callback(store.close)
+            begun.push_async_callback(fleet.stop)
             await fleet.start()
             services = cls(config, store, fleet, mint, ready_checks or {})
+            # Whichever of them fails: those that began before it are ended. Store and fleet are
+            # left to them from here on.
+            begun.pop_all()
+            begun.push_async_callback(services.stop)
             await services.iam.ensure_first_key(config.api_key_file)
             for definition in templates:
                 await services.templates.register(definition)
@@ -219,34 +232,37 @@ class Services:
             await services.watcher.start()
             await services.trajectories.start()
             await services.task_keeper.start()
-        except BaseException:
-            await fleet.stop()
-            await store.close()
-            raise
-        services.audit.start()
+            services.audit.start()
+            begun.pop_all()
         return services
 
     async def stop(self) -> None:
-        """Finish what is under way and close the store. Sandboxes go on running."""
+        """Finish what is under way and close the store. Sandboxes go on running. Each part is
+        ended, also when another one cannot be, and when it has not begun."""
         self.closing.set()
         self.invalidations.close()
-        await self.groups.stop()
-        await self.functions.stop()
-        await self.batches.stop()
-        await self.bulk.stop()
-        await self.task_keeper.stop()
-        await self.trajectories.stop()
-        await self.builds.stop()
-        await self.saving.stop()
-        await self.packing.stop()
-        await self.images.stop()
-        await self.lifecycle.stop()
-        await self.creates.stop()
-        await self.snapshots.stop()
-        await self.watcher.stop()
-        await self.fleet.stop()
-        await self.audit.stop()
-        await self.store.close()
+        parts = (
+            self.groups.stop,
+            self.functions.stop,
+            self.batches.stop,
+            self.bulk.stop,
+            self.task_keeper.stop,
+            self.trajectories.stop,
+            self.builds.stop,
+            self.saving.stop,
+            self.packing.stop,
+            self.images.stop,
+            self.lifecycle.stop,
+            self.creates.stop,
+            self.snapshots.stop,
+            self.watcher.stop,
+            self.fleet.stop,
+            self.audit.stop,
+            self.store.close,
+        )
+        async with contextlib.AsyncExitStack() as ends:
+            for end in reversed(parts):
+                ends.push_async_callback(end)
 
     async def not_ready(self) -> list[str]:
         """Why the server cannot serve now, one sentence each; empty when it can."""

@@ -291,6 +291,18 @@ class Lifecycle:
                 details={"time_out_of": "waiting for a turn to start"},
             )
 
+    def _add_evidence(self, box: Sandbox, error: OpendsecError) -> None:
+        """How its first process ended, if that is why it did not start."""
+        if box.pidfd is None or not process.has_ended(box.pidfd):
+            return
+        if box.exit_code is None:
+            box.exit_code = process.reap(box.pidfd)
+        ended, evidence = self.backend_of(box).why_ended(box)
+        error.details |= {"ended": ended, "evidence": evidence}
+        if ended is EndReason.OOM:
+            # Its limit is too small for what it starts.
+            error.fault, error.retryable = "user", False
+
     async def _start_failed(self, box: Sandbox, exc: Exception) -> None:
         if isinstance(exc, _AbortedError) or box.abort_reason is not None:
             reason = box.abort_reason or EndReason.KILLED
@@ -308,6 +320,7 @@ class Lifecycle:
         else:
             log.exception("start failed", sandbox_id=box.sandbox_id, exc_info=exc)
             box.start_error = SandboxStartFailed(f"the sandbox could not be set up: {exc}")
+        self._add_evidence(box, box.start_error)
         await self._finish(
             box,
             State.FAILED,

@@ -289,13 +289,24 @@ async def insert_adopted(store: Store, record: SandboxRecord) -> bool:
 
 async def set_end_at(store: Store, sandbox_id: str, end_at: float) -> None:
     """Note a new end time."""
+    await set_ends(store, [(sandbox_id, end_at)])
+
+
+async def set_ends(store: Store, ends: Sequence[tuple[str, float]]) -> None:
+    """Note new end times of many, by id, in one transaction."""
+    if not ends:
+        return
+    query = (
+        sa.update(SANDBOXES)
+        .where(
+            SANDBOXES.c.sandbox_id == sa.bindparam("this_sandbox"), SANDBOXES.c.ended_at.is_(None)
+        )
+        .values(end_at=sa.bindparam("new_end"))
+    )
+    values = [{"this_sandbox": sandbox_id, "new_end": end_at} for sandbox_id, end_at in ends]
 
     def work(connection: sa.Connection) -> None:
-        connection.execute(
-            sa.update(SANDBOXES)
-            .where(SANDBOXES.c.sandbox_id == sandbox_id, SANDBOXES.c.ended_at.is_(None))
-            .values(end_at=end_at)
-        )
+        connection.execute(query, values)
 
     await store.write(work)
 

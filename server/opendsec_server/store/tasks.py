@@ -69,6 +69,14 @@ class TaskSum(msgspec.Struct, kw_only=True, frozen=True):
     ingress_bytes: int = 0
 
 
+class MemberEnd(msgspec.Struct, kw_only=True, frozen=True):
+    """When a running sandbox of a task ends by itself."""
+
+    sandbox_id: str
+    node_id: str
+    timeout_s: float
+
+
 class Entered(msgspec.Struct, kw_only=True, frozen=True):
     """How many of the sandboxes that were wanted may be made in a task."""
 
@@ -354,6 +362,26 @@ async def live_ids(store: Store, project_id: str, task_id: str) -> list[str]:
             SANDBOXES.c.ended_at.is_(None),
         )
         return list(connection.execute(query).scalars())
+
+    return await store.read(work)
+
+
+async def ends_within(
+    store: Store, project_id: str, task_id: str, *, after: float, before: float | None
+) -> list[MemberEnd]:
+    """The running sandboxes of a task that end by themselves in a span. Unix seconds; ``before``
+    None: however late."""
+    query = sa.select(SANDBOXES.c.sandbox_id, SANDBOXES.c.node_id, SANDBOXES.c.timeout_s).where(
+        SANDBOXES.c.project_id == project_id,
+        SANDBOXES.c.task_id == task_id,
+        SANDBOXES.c.state == State.RUNNING,
+        SANDBOXES.c.end_at > after,
+    )
+    if before is not None:
+        query = query.where(SANDBOXES.c.end_at < before)
+
+    def work(connection: sa.Connection) -> list[MemberEnd]:
+        return [MemberEnd(**row) for row in connection.execute(query).mappings()]
 
     return await store.read(work)
 

@@ -12,11 +12,13 @@ import structlog
 from opendsec_server.contract.errors import OpendsecError
 from opendsec_server.contract.limits import ENDED_RECORDS_KEPT_S
 from opendsec_server.contract.states import EndReason
+from opendsec_server.control.task_deadlines import TaskDeadlines
 from opendsec_server.store import task_operations as operation_rows
 from opendsec_server.store import tasks as rows
 from opendsec_server.store.store import Store
 from opendsec_server.store.tasks import Task
 
+from .ends import Ends
 from .operations import Operations
 from .service import Tasks, kill_params
 
@@ -41,10 +43,19 @@ BUSY_PAUSE_S_MAX = 5.0
 class TaskKeeper:
     """Background tasks of tasks."""
 
-    def __init__(self, store: Store, tasks: Tasks, operations: Operations) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tasks: Tasks,
+        operations: Operations,
+        ends: Ends,
+        deadlines: TaskDeadlines,
+    ) -> None:
         self._store = store
         self._tasks = tasks
         self._operations = operations
+        self._ends = ends
+        self._deadlines = deadlines
         self._running: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -54,6 +65,7 @@ class TaskKeeper:
             asyncio.create_task(_repeat(what, every_s), name=f"tasks-{name}")
             for name, what, every_s in (
                 ("deadlines", self.look_at_deadlines, LIMITS_S),
+                ("ends", self.look_at_ends, LIMITS_S),
                 ("budgets", self.look_at_budgets, LIMITS_S),
                 ("rest", self.end_the_rest, REST_S),
                 ("meter", self.meter_all, METER_S),
@@ -74,10 +86,28 @@ class TaskKeeper:
         Raises:
             StoreUnavailable: not now.
         """
+        tasks = await rows.limited_tasks(self._store)
+        self._deadlines.replace(
+            {
+                (task.project_id, task.task_id): task.deadline_at
+                for task in tasks
+                if task.deadline_at is not None
+            }
+        )
         now = time.time()
-        for task in await rows.limited_tasks(self._store):
+        for task in tasks:
             if task.deadline_at is not None and task.deadline_at <= now:
                 await self._end(task, EndReason.TASK_DEADLINE)
+
+    async def look_at_ends(self) -> None:
+        """Have nodes end the sandboxes of tasks with a deadline by themselves, should this process
+        not be there then.
+
+        Raises:
+            StoreUnavailable: not now.
+        """
+        for task in await rows.limited_tasks(self._store):
+            await self._ends.shorten(task.project_id, task.task_id)
 
     async def look_at_budgets(self) -> None:
         """End the tasks whose budget is used up.

@@ -30,6 +30,7 @@ from opendsec_server.contract.node import NodeClient, SandboxUsage
 from opendsec_server.contract.states import TERMINAL, EndReason, State
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.params import check_text, check_timeout
+from opendsec_server.control.task_deadlines import TaskDeadlines
 from opendsec_server.store import task_operations as operation_rows
 from opendsec_server.store import tasks as rows
 from opendsec_server.store.records import SandboxRecord
@@ -43,6 +44,7 @@ from opendsec_server.store.task_operations import (
 from opendsec_server.store.tasks import Task, TaskCount, TaskState, TaskSum
 from opendsec_server.store.usage import get_usage, note_usage
 
+from .ends import Ends
 from .operations import Operations
 
 log = structlog.get_logger(__name__)
@@ -77,10 +79,19 @@ class TaskView(msgspec.Struct, kw_only=True, frozen=True):
 class Tasks:
     """Tasks of projects, and operations on whole ones."""
 
-    def __init__(self, store: Store, node: NodeClient, operations: Operations) -> None:
+    def __init__(
+        self,
+        store: Store,
+        node: NodeClient,
+        operations: Operations,
+        ends: Ends,
+        deadlines: TaskDeadlines,
+    ) -> None:
         self._store = store
         self._node = node
         self._operations = operations
+        self._ends = ends
+        self._deadlines = deadlines
 
     # --- tasks --------------------------------------------------------------
 
@@ -111,6 +122,7 @@ class Tasks:
             raise TaskExists(
                 f"task `{task_id}` exists, with other limits", details={"task_id": task_id}
             )
+        self._deadlines.note(caller.project_id, task_id, task.deadline_at)
         return (await self._views(caller, [task]))[0], new
 
     async def get(self, caller: Caller, task_id: str) -> TaskView:
@@ -182,6 +194,11 @@ class Tasks:
         )
         if changed is None:
             raise Conflict(f"task `{task_id}` changed meanwhile", remediation="Try again.")
+        cut_at = self._deadlines.last_end(caller.project_id, task_id)
+        self._deadlines.note(caller.project_id, task_id, changed.deadline_at)
+        if cut_at is not None:
+            await self._ends.lengthen(caller.project_id, task_id, cut_at)
+        await self._ends.shorten(caller.project_id, task_id)
         return (await self._views(caller, [changed]))[0]
 
     # --- operations ---------------------------------------------------------

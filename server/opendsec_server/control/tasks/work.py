@@ -149,7 +149,8 @@ class Work:
         async with self._lifecycle.place_of(name):
             async with self._lifecycle.recorded_if_failed(name):
                 with self._metrics.timed("resume", record.backend):
-                    status = await self._node.resume(name, end_at=time.time() + timeout_s)
+                    end_at = self._lifecycle.end_in(record, timeout_s)
+                    status = await self._node.resume(name, end_at=end_at)
             # Its address may be another one now.
             self._invalidations.publish(name)
             await self._record(change_from_status(status, cause=CAUSE, now=time.time(), again=True))

@@ -12,13 +12,18 @@ from opendsec_server.contract.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
     IdempotencyOutcomeUnknown,
+    ImageNotFound,
     Internal,
     InvalidRequest,
     NodeFull,
     NodeUnavailable,
     NotSupported,
+    OpendsecError,
     QuotaExceeded,
+    RegistryLimited,
+    RegistryUnavailable,
     SandboxStartFailed,
+    StartTimeout,
     StateConflict,
     StoreUnavailable,
     TemplateNotFound,
@@ -298,3 +303,43 @@ async def test_bad_parameters(
 
 def everything(caller: Caller) -> SandboxFilter:
     return SandboxFilter(project_id=caller.project_id, limit=100)
+
+
+class _StartCommandFailed(SandboxStartFailed):
+    """As a node refines it."""
+
+    fault = "user"
+    retryable = False
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "fault"),
+    [
+        (SandboxStartFailed("no"), "start_failed", "platform"),
+        (_StartCommandFailed("exit 7"), "start_failed", "user"),
+        (StartTimeout("slow"), "start_timeout", "platform"),
+        (NodeFull("full"), "no_room", "capacity"),
+        (ImageNotFound("gone"), "image_pull", "user"),
+        (RegistryLimited("slow down"), "image_pull", "capacity"),
+        (RegistryUnavailable("away"), "image_pull", "platform"),
+        (SandboxStartFailed("died", details={"ended": "oom"}), "oom", "platform"),
+        (StateConflict("killed"), "killed", None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+async def test_a_record_says_why_it_did_not_start(
+    services: Services,
+    caller: Caller,
+    node: FakeNode,
+    error: OpendsecError,
+    reason: str,
+    fault: str | None,
+) -> None:
+    node.fail_with = error
+    with pytest.raises(type(error)):
+        await services.creates.create(caller, CreateParams(task_id="why"))
+    view = await services.tasks.get(caller, "why")
+    assert [(c.reason, c.fault, c.count) for c in view.counts] == [(reason, fault, 1)]
+    wanted = SandboxFilter(project_id=caller.project_id, limit=9)
+    [record] = (await services.lifecycle.page(wanted)).records
+    assert error.message in (record.message or "")

@@ -30,6 +30,7 @@ from opendsec_server.contract.states import EndReason, State
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.services import Services
+from opendsec_server.control.task_deadlines import SLACK_S
 from opendsec_server.control.tasks import TaskLimits, keeper, operations, work
 from opendsec_server.control.tasks.operations import Operations
 from opendsec_server.store.task_operations import OperationParams, TaskItem, TaskOperation
@@ -473,3 +474,93 @@ async def test_waiting_tells_of_every_change(
 
 async def _seen(seen: list[tuple[int, bool]]) -> bool:
     return bool(seen)
+
+
+# --- ends that nodes keep ---------------------------------------------------
+
+
+async def test_nodes_are_told_no_end_after_the_deadline(
+    services: Services, caller: Caller, node: FakeNode
+) -> None:
+    deadline_at = time.time() + 60
+    last = deadline_at + SLACK_S
+    await services.tasks.make(caller, TASK, TaskLimits(deadline_at=deadline_at))
+    [name, other] = await create(services, caller, 2)
+    assert node.statuses[name].end_at == last
+    assert (await services.lifecycle.get(caller, name)).end_at == last
+    # One that ends before goes on to do so.
+    short = await services.creates.create(caller, CreateParams(task_id=TASK, timeout_s=20))
+    assert short.record.end_at < deadline_at
+    # Neither a new end, nor a longer life, nor a resume of one or of all passes it.
+    assert (await services.lifecycle.set_timeout(caller, name, 3_600)).end_at == last
+    assert (await services.lifecycle.connect(caller, name, 3_600)).record.end_at == last
+    assert (await services.lifecycle.set_timeout(caller, name, 10)).end_at < deadline_at
+    await services.lifecycle.pause(caller, other, "filesystem")
+    assert (await services.lifecycle.connect(caller, other, 3_600)).record.end_at == last
+    await operate(services, caller, "pause")
+    await operate(services, caller, "resume")
+    assert node.statuses[other].end_at == last
+    # Others have nothing to do with it.
+    [alone] = await create(services, caller, 1, "another")
+    assert node.statuses[alone].end_at > last
+
+
+async def test_another_deadline_is_another_end(
+    services: Services, caller: Caller, node: FakeNode
+) -> None:
+    [name] = await create(services, caller, 1)
+    free = node.statuses[name].end_at
+
+    async def deadline_in(seconds: float | None) -> float:
+        at = None if seconds is None else time.time() + seconds
+        await services.tasks.set_limits(caller, TASK, TaskLimits(deadline_at=at))
+        end_at = node.statuses[name].end_at
+        assert (await services.lifecycle.get(caller, name)).end_at == end_at
+        return end_at if at is None else end_at - at
+
+    assert await deadline_in(60) == SLACK_S
+    assert await deadline_in(30) == SLACK_S
+    assert await deadline_in(90) == SLACK_S
+    assert await deadline_in(None) >= free
+    # One that its caller lets end before keeps that.
+    await services.lifecycle.set_timeout(caller, name, 10)
+    mine = node.statuses[name].end_at
+    await deadline_in(60)
+    await deadline_in(None)
+    assert node.statuses[name].end_at == mine
+
+
+async def test_a_node_that_was_away_is_told_an_earlier_end_later(
+    services: Services, caller: Caller, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [name] = await create(services, caller, 1)
+    free = node.statuses[name].end_at
+    deadline_at = time.time() + 60
+
+    async def away(*_arguments: object, **_more: object) -> None:
+        raise NodeUnavailable("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node, "set_end_at", away)
+        await services.tasks.set_limits(caller, TASK, TaskLimits(deadline_at=deadline_at))
+        assert node.statuses[name].end_at == free
+
+    async def told() -> bool:
+        return node.statuses[name].end_at == deadline_at + SLACK_S
+
+    await until(told)
+
+
+async def test_deadlines_are_known_after_a_restart(
+    config: Config, services: Services, caller: Caller, node: FakeNode
+) -> None:
+    deadline_at = time.time() + 60
+    await services.tasks.make(caller, TASK, TaskLimits(deadline_at=deadline_at))
+    await services.stop()
+    again = await Services.start(config, node)
+    try:
+        await again.task_keeper.look_at_deadlines()
+        [name] = await create(again, await first_caller(again), 1)
+        assert node.statuses[name].end_at == deadline_at + SLACK_S
+    finally:
+        await again.stop()

@@ -37,7 +37,14 @@ _KILLED = int(signals.SIGKILL)
 _SHELL_KILLED = 128 + _KILLED
 
 _OURS: frozenset[EndReason] = frozenset(
-    {EndReason.LOST, EndReason.KERNEL_PANIC, EndReason.VMM_FAILED, EndReason.START_FAILED}
+    {
+        EndReason.LOST,
+        EndReason.KERNEL_PANIC,
+        EndReason.VMM_FAILED,
+        EndReason.START_FAILED,
+        EndReason.START_TIMEOUT,
+        EndReason.NODE_UNAVAILABLE,
+    }
 )
 _WORDS: tuple[tuple[type[OpendsecError], str], ...] = (
     (StartTimeout, "start_timeout"),
