@@ -87,7 +87,12 @@ class EdgeSupervisor:
             if running is not None:
                 log.info("edge_replaced", pid=running.pid)
                 await asyncio.to_thread(stop_process, running, grace_s=STOP_GRACE_S)
-            self._spawn(argv)
+            try:
+                self._spawn(argv)
+            except BaseException:
+                # It may run, and its pid be written nowhere.
+                await self.stop()
+                raise
         self._task = asyncio.create_task(self._watch(argv), name="edge-supervisor")
 
     async def stop(self) -> None:

@@ -174,6 +174,7 @@ class Builds:
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_WAIT_S)
 
+            await asyncio.gather(self._tidying, return_exceptions=True)
     def is_orphan(self, status: SandboxStatus) -> bool:
         """Whether a sandbox on the node is a builder that nobody needs any more."""
         return self._builders.is_builder(status) and not self._builders.owned(status.sandbox_id)

@@ -5,6 +5,7 @@ the real edge is tested end to end."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
@@ -44,6 +45,20 @@ async def test_start_and_stop(config: Config) -> None:
     await supervisor.stop()
     assert not is_alive(identity)
     assert not (config.run_path / "edge.pid").exists()
+
+
+async def test_an_edge_whose_pid_cannot_be_written_does_not_stay(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    supervisor = EdgeSupervisor(config)
+    monkeypatch.setattr(edge_supervisor, "write_identity", full)
+    with pytest.raises(OSError, match="no space"):
+        await supervisor.start()
+    assert supervisor._child is not None
+    assert supervisor._child.returncode is not None
 
 
 async def test_a_dead_edge_is_started_again(
