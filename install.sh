@@ -6,8 +6,12 @@
 #   sudo ./install.sh              install, start, show a first sandbox
 #   sudo ./install.sh --no-start   install only
 #   sudo ./install.sh --uninstall  remove the server, its sandboxes and its files
+#   ./install.sh --help            print this
+#
+# Installs to $PREFIX (/opt/opendsec), with links in $BIN (/usr/local/bin).
 set -euo pipefail
-cd "$(dirname "$0")"
+SELF=$(realpath "$0")
+cd "$(dirname "$SELF")"
 . scripts/lib.sh
 
 PREFIX=${PREFIX:-/opt/opendsec}
@@ -15,6 +19,8 @@ BIN=${BIN:-/usr/local/bin}
 UNIT=opendsecd.service
 
 has_systemd() { [ -d /run/systemd/system ]; }
+
+usage() { sed -n '3,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$SELF"; }
 
 uninstall() {
   local linked
@@ -74,7 +80,14 @@ print("sum of squares below 1000:", sum(i * i for i in range(1000)))
   printf '\nNext: opendsec --help, opendsec doctor, docs/quickstart.md\n'
 }
 
-require_root
+case "${1:-}" in
+  -h | --help)
+    usage
+    exit
+    ;;
+  "" | --no-start | --uninstall) require_root ;;
+  *) fail "unknown option $1 (./install.sh --help lists them)" ;;
+esac
 case "${1:-}" in
   --uninstall) uninstall ;;
   --no-start) install_server ;;
@@ -83,5 +96,4 @@ case "${1:-}" in
     start_server
     first_sandbox
     ;;
-  *) fail "unknown option $1 (see the head of $0)" ;;
 esac

@@ -22,13 +22,31 @@ EX_UNAVAILABLE = 69  # sysexits.h: the service is not running
 
 app = typer.Typer(
     name="opendsecd",
-    help="OpenDsec server: gateway, control plane and node agent in one process.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 app.add_typer(image_app, name="image")
 app.add_typer(audit_app, name="audit")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """OpenDsec server: gateway, control plane and node agent in one process."""
+
 
 ConfigOption = Annotated[
     Path | None,

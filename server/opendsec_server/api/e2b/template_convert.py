@@ -23,6 +23,8 @@ from .convert import cpu_count
 
 _BUILD_NAMESPACE = uuid.UUID("8c6cf1a4-6f0e-4a52-9f6d-4a2c19f3d1b7")
 REASON_ENTRIES_MAX = 20
+DEFAULT_READY_CMD = "sleep 20"
+"""What E2B waits for after a start command that comes without a ready command."""
 _GCP_USER = "_json_key"
 """Google's registries take a service account's key as the password of this user."""
 
@@ -84,7 +86,7 @@ def plan_of(body: schemas.StartBuild) -> BuildPlan:
         auth=_auth_of(body.from_image_registry),
         force=bool(body.force),
         start_cmd=body.start_cmd or None,
-        ready_cmd=body.ready_cmd or None,
+        ready_cmd=body.ready_cmd or (DEFAULT_READY_CMD if body.start_cmd else None),
     )
 
 

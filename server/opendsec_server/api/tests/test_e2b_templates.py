@@ -312,6 +312,34 @@ async def test_async_client(plane: Plane, options: dict[str, Any], tmp_path: Pat
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("start", "ready", "expected"),
+    [
+        ("serve", None, ReadyCheck(command="sleep 20")),
+        ("serve", "", ReadyCheck(command="sleep 20")),
+        ("serve", "true", ReadyCheck(command="true")),
+        (None, None, None),
+    ],
+)
+async def test_a_start_command_has_time_as_e2b_gives_it(
+    plane: Plane,
+    http: httpx.AsyncClient,
+    start: str | None,
+    ready: str | None,
+    expected: ReadyCheck | None,
+) -> None:
+    asked = (await http.post("/v3/templates", json={"name": "mine"})).json()
+    path = f"/templates/{asked['templateID']}/builds/{asked['buildID']}"
+    body = {"fromTemplate": "base", "startCmd": start, "readyCmd": ready}
+    assert (await http.post(f"/v2{path}", json=body)).status_code == 202
+    while (status := (await http.get(f"{path}/status")).json())["status"] != "ready":
+        assert status["status"] != "error", status
+        await asyncio.sleep(0.02)
+    made = (await http.post("/v2/sandboxes", json={"templateID": "mine"})).json()
+    program = plane.node.specs[made["sandboxID"]].start
+    assert (program.ready if program else None) == expected
+
+
 async def test_failing_steps_raise_at_the_users_line(
     plane: Plane, options: dict[str, Any], tmp_path: Path
 ) -> None:
