@@ -154,7 +154,7 @@ async def test_files_go_over_with_the_call_that_unpacks_them(
         node = HttpNode(urls[0], SECRET)
         spec = spec_of((await node.info()).node_id)
         await node.create(spec)
-        where = {"source": "dir", "target": "/to", "user": "root", "mode": None}
+        where = {"sources": ["dir"], "target": "/to", "user": "root", "mode": None}
         await node.unpack(spec.sandbox_id, str(archive), **where)  # type: ignore[arg-type]
         assert len(fake.contents[spec.sandbox_id].disk["/to/big"]) == 3_000_000
         archive.write_bytes(b"no archive")
