@@ -172,7 +172,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     build_backend: Literal["container", "microvm"] = "container"
     """What build steps run in. microvm: a kernel of their own, where projects are not trusted."""
     builds_parallel_max: int = 2
-    """Builds that run at once; others wait in the order of their start."""
+    """Builds that run at once; of others each project has its turn, in the order of their start."""
     project_builds_max: int = 20
     """Builds of one project that run or wait; one more is refused."""
     build_timeout_s: int = 3_600

@@ -211,6 +211,30 @@ def admit_one(connection: sa.Connection, record: SandboxRecord) -> None:
         raise admitted.refusal
 
 
+def refuse_build(
+    connection: sa.Connection, project_id: str, wanted: Wanted, *, now: float
+) -> QuotaExceeded | None:
+    """Why a build does not fit into its project and those above it. None: it does, and counts as
+    soon as its row says that it is at work, in the same transaction.
+
+    Args:
+        connection: Inside of a transaction that writes.
+        project_id: Whose it is.
+        wanted: What it takes.
+        now: Unix seconds.
+    """
+    for row in reversed(line_of(connection, project_id)):
+        over = _sent_too_much(row, now)
+        if over is not None:
+            return over
+        for dimension in _DIMENSIONS:
+            amount, use = dimension.amount(wanted), getattr(row, dimension.use)
+            limit = dimension.limit(row)
+            if limit is not None and amount and use + amount > limit:
+                return _refusal(row, dimension, limit, use, amount)
+    return None
+
+
 def line_of(connection: sa.Connection, project_id: str) -> Sequence[Any]:
     """A project and those above it, from the top down, with what they may use and do use.
 
@@ -264,10 +288,9 @@ def _line_of(connection: sa.Connection) -> sa.Select[Any]:
 def _fitting(row: Any, wanted: Sequence[Wanted], now: float) -> tuple[int, QuotaExceeded | None]:
     """How many fit into one project, and why the next does not."""
     count, refusal = _in_time(row, len(wanted), now)
-    if row.egress_mb_max is not None and row.egress_day == int(now // DAY_S):
-        used_mb = row.egress_bytes // MB
-        if used_mb >= row.egress_mb_max:
-            return 0, _egress_refusal(row, used_mb, now)
+    over = _sent_too_much(row, now)
+    if over is not None:
+        return 0, over
     for dimension in _DIMENSIONS:
         limit = dimension.limit(row)
         if limit is None:
@@ -339,7 +362,12 @@ def _closed(row: Any) -> QuotaExceeded:
     )
 
 
-def _egress_refusal(row: Any, used_mb: int, now: float) -> QuotaExceeded:
+def _sent_too_much(row: Any, now: float) -> QuotaExceeded | None:
+    if row.egress_mb_max is None or row.egress_day != int(now // DAY_S):
+        return None
+    used_mb = row.egress_bytes // MB
+    if used_mb < row.egress_mb_max:
+        return None
     return QuotaExceeded(
         f"project `{row.name}` ({row.project_id}) has sent {used_mb} MiB today, "
         f"and may send {row.egress_mb_max}",

@@ -13,6 +13,7 @@ from opendsec_server.contract.errors import BuildNotFound, Conflict, QuotaExceed
 from opendsec_server.contract.images import StartCommand
 
 from .packing import plain, struct_of
+from .quotas import Wanted, refuse_build
 from .records import Template, TemplateBuild, TemplateTag
 from .store import Store
 from .tables import BUILD_STEPS, TEMPLATE_BUILDS, TEMPLATE_TAGS, TEMPLATES
@@ -251,16 +252,31 @@ async def start_build(
     await store.write(work)
 
 
-async def note_building(store: Store, build_id: str) -> bool:
-    """Note that a build runs. False: it is gone, or has ended."""
+async def note_building(store: Store, build_id: str, now: float) -> bool:
+    """Note that a build runs; it counts in its project's use until it has ended. False: it is
+    gone, or has ended.
+
+    Raises:
+        QuotaExceeded: the project's quota has no room for it. It goes on waiting.
+    """
+    query = sa.select(_BUILD.project_id, _BUILD.cpu, _BUILD.memory_mb, _BUILD.disk_mb).where(
+        _BUILD.build_id == build_id, _BUILD.state == "waiting"
+    )
 
     def work(connection: sa.Connection) -> bool:
-        changed = connection.execute(
-            sa.update(TEMPLATE_BUILDS)
-            .where(_BUILD.build_id == build_id, _BUILD.state == "waiting")
-            .values(state="building")
+        # Its row first and then projects, as all who end builds do.
+        locked = query if connection.dialect.name == "sqlite" else query.with_for_update()
+        row = connection.execute(locked).first()
+        if row is None:
+            return False
+        wanted = Wanted(cpu=row.cpu, memory_mb=row.memory_mb, disk_mb=row.disk_mb)
+        refusal = refuse_build(connection, row.project_id, wanted, now=now)
+        if refusal is not None:
+            raise refusal
+        connection.execute(
+            sa.update(TEMPLATE_BUILDS).where(_BUILD.build_id == build_id).values(state="building")
         )
-        return bool(changed.rowcount)
+        return True
 
     return await store.write(work)
 

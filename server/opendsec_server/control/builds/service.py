@@ -25,6 +25,7 @@ from opendsec_server.contract.errors import (
     InvalidRequest,
     NodeFull,
     OpendsecError,
+    QuotaExceeded,
     TemplateNotFound,
 )
 from opendsec_server.contract.ids import random_chars
@@ -51,6 +52,7 @@ from .logs import BuildLog, BuildLogs, LogEntry
 from .plan import BuildPlan, check_plan
 from .runner import Failure, Runner, StepLocks, Tools
 from .sandboxes import Builders
+from .turns import Turns
 from .uploads import Uploads
 
 log = structlog.get_logger(__name__)
@@ -59,6 +61,8 @@ INTERRUPTED = "build_interrupted"
 CANCELLED = "build_cancelled"
 MB = 1_048_576
 STOP_WAIT_S = 10.0
+QUOTA_LOOK_S = 2.0
+"""How often a build looks whether its project's quota has room for it."""
 FILES_AWAITED_S = 24 * 3_600.0
 """A build that is asked for and not started is given up after this time."""
 STEPS_KEPT_S = 30 * 24 * 3_600.0
@@ -140,7 +144,9 @@ class Builds:
             uploads=self.uploads,
             locks=StepLocks(),
         )
-        self._slots = asyncio.Semaphore(config.builds_parallel_max)
+        self._turns = Turns(config.builds_parallel_max)
+        self._refused: dict[str, float] = {}
+        """Builds that the quota had no room for; since when (monotonic)."""
         self._jobs: dict[str, _Job] = {}
         self._tidying: asyncio.Task[None] | None = None
 
@@ -168,13 +174,13 @@ class Builds:
         """End what is under way. Its sandboxes are removed, its builds have failed."""
         if self._tidying is not None:
             self._tidying.cancel()
+            await asyncio.gather(self._tidying, return_exceptions=True)
         tasks = [job.task for job in self._jobs.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_WAIT_S)
 
-            await asyncio.gather(self._tidying, return_exceptions=True)
     def is_orphan(self, status: SandboxStatus) -> bool:
         """Whether a sandbox on the node is a builder that nobody needs any more."""
         return self._builders.is_builder(status) and not self._builders.owned(status.sandbox_id)
@@ -318,10 +324,11 @@ class Builds:
         self, caller: Caller, build: TemplateBuild, plan: BuildPlan, build_log: BuildLog
     ) -> None:
         try:
-            async with self._slots:
-                if not await store_templates.note_building(self._store, build.build_id):
-                    return
-                await self._run_now(caller, build, plan, build_log)
+            # What others use has no event to wait for.
+            while not await self._run_if_it_fits(  # noqa: ASYNC110
+                caller, build, plan, build_log
+            ):
+                await asyncio.sleep(QUOTA_LOOK_S)
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.ensure_future(self._note_cancelled(build, build_log)))
             raise
@@ -334,7 +341,33 @@ class Builds:
             defect = Internal("the build failed because of a defect of the server")
             await self._fail(build, build_log, Failure("base", defect))
         finally:
+            self._refused.pop(build.build_id, None)
             self.logs.close(build.build_id)
+
+    async def _run_if_it_fits(
+        self, caller: Caller, build: TemplateBuild, plan: BuildPlan, build_log: BuildLog
+    ) -> bool:
+        """Run a build when it is its project's turn. False: the project's quota has no room for it
+        now; it holds up nobody else.
+
+        Raises:
+            QuotaExceeded: there never is, or there was none for as long as a build may take.
+        """
+        name = build.build_id
+        async with self._turns.turn(build.project_id):
+            try:
+                if not await store_templates.note_building(self._store, name, time.time()):
+                    return True
+            except QuotaExceeded as exc:
+                now = time.monotonic()
+                if name not in self._refused:
+                    build_log.write(f"the build waits: {exc.message}")
+                waited_s = now - self._refused.setdefault(name, now)
+                if exc.details.get("fits_never") or waited_s >= self._config.build_timeout_s:
+                    raise
+                return False
+            await self._run_now(caller, build, plan, build_log)
+            return True
 
     async def _run_now(
         self, caller: Caller, build: TemplateBuild, plan: BuildPlan, build_log: BuildLog

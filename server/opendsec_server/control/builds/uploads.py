@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -42,6 +43,8 @@ class Uploads:
         self._directory = directory
         self.bytes_max = bytes_max
         self.project_bytes_max = project_bytes_max
+        self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of projects with archives that become whole: one after the other."""
         self._coming: Counter[str] = Counter()
         """Bytes of each project that are not whole archives yet."""
 
@@ -108,7 +111,12 @@ class Uploads:
                         f"{size_bytes} bytes came, and {length_bytes} were announced"
                     )
                 await asyncio.to_thread(os.fsync, out.fileno())
-            draft.replace(path)
+            async with self._arriving.setdefault(project_id, asyncio.Lock()):
+                # Others may have become whole since this one began.
+                kept_bytes = await asyncio.to_thread(_kept_bytes, path)
+                if kept_bytes + size_bytes > self.project_bytes_max:
+                    raise self._no_room(project_id, kept_bytes)
+                draft.replace(path)
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise NodeFull("there is no room for the files of the build") from exc
@@ -143,18 +151,21 @@ class Uploads:
     def _check_room(self, project_id: str, kept_bytes: int, more_bytes: int) -> None:
         use = kept_bytes + self._coming[project_id] + more_bytes
         if use > self.project_bytes_max:
-            raise QuotaExceeded(
-                f"project {project_id} keeps {kept_bytes} bytes of files for builds, and may keep "
-                f"{self.project_bytes_max}",
-                remediation="What is not used for a week goes; or ask for a higher "
-                "build_uploads_max_mb.",
-                details={
-                    "dimension": "build_uploads",
-                    "limit": self.project_bytes_max,
-                    "use": kept_bytes,
-                    "project_id": project_id,
-                },
-            )
+            raise self._no_room(project_id, kept_bytes)
+
+    def _no_room(self, project_id: str, kept_bytes: int) -> QuotaExceeded:
+        return QuotaExceeded(
+            f"project {project_id} keeps {kept_bytes} bytes of files for builds, and may keep "
+            f"{self.project_bytes_max}",
+            remediation="What is not used for a week goes; or ask for a higher "
+            "build_uploads_max_mb.",
+            details={
+                "dimension": "build_uploads",
+                "limit": self.project_bytes_max,
+                "use": kept_bytes,
+                "project_id": project_id,
+            },
+        )
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(

@@ -35,6 +35,7 @@ from opendsec_server.contract.states import TERMINAL
 from opendsec_server.control.builds.logs import ENDED_IN_MEMORY_MAX, BuildLogs
 from opendsec_server.control.builds.plan import BuildPlan, BuildStep, Stage
 from opendsec_server.control.builds.service import BuildRequest
+from opendsec_server.control.builds.turns import Turns
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.params import CreateParams
 from opendsec_server.control.services import Services
@@ -45,6 +46,14 @@ from .conftest import first_caller
 from .fake_node import FakeNode
 
 pytestmark = pytest.mark.asyncio
+
+
+async def in_project(services: Services, caller: Caller, name: str) -> Caller:
+    """In a project with this id, or a new one of this name."""
+    if not name.startswith("p") or len(name) != 16:
+        name = (await services.projects.create(caller, name, None, {})).project.project_id
+    key = services.config.api_key_file.read_text().strip()
+    return await services.iam.authenticate(key, name)
 
 
 def run(command: str, **more: object) -> BuildStep:
@@ -461,6 +470,140 @@ async def test_more_builds_than_a_project_may_have_are_refused(
         assert (await built(services, caller, on_base())).state == "ready"
     finally:
         await services.stop()
+
+
+async def test_archives_that_come_at_once_never_pass_the_limit(
+    services: Services, caller: Caller
+) -> None:
+    uploads = services.builds.uploads
+    uploads.project_bytes_max = 7
+    half, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"1"
+        half.set()
+        await go_on.wait()
+        yield b"234"
+
+    async def quick() -> AsyncIterator[bytes]:
+        yield b"1234"
+
+    first = asyncio.create_task(
+        uploads.receive(caller.project_id, "a" * 64, slow(), length_bytes=None)
+    )
+    await half.wait()
+    await uploads.receive(caller.project_id, "b" * 64, quick(), length_bytes=None)
+    go_on.set()
+    with pytest.raises(QuotaExceeded):
+        await first
+    assert not uploads.present(caller.project_id, "a" * 64)
+    # To be sent anew is not more.
+    await uploads.receive(caller.project_id, "b" * 64, quick(), length_bytes=None)
+
+
+async def test_projects_take_turns(config: Config, node: FakeNode) -> None:
+    config = msgspec.structs.replace(config, builds_parallel_max=1)
+    services = await Services.start(config, node)
+    try:
+        first = await first_caller(services)
+        one, two = [await in_project(services, first, name) for name in ("one", "two")]
+        blocker = await begin(services, one, on_base(run("block")))
+        while "block" not in node.commands:
+            await asyncio.sleep(0.005)
+        for number in range(5):
+            await begin(services, one, on_base(run(f"one {number}")), f"one-{number}")
+        last = [await begin(services, two, on_base(run(f"two {n}")), f"two-{n}") for n in range(2)]
+        await services.builds.cancel(blocker.build_id)
+        for build in last:
+            assert (await ended(services, two, build)).state == "ready"
+        ran = [command[:3] for command in node.commands if command[:3] in ("one", "two")]
+        assert ran.index("two") <= 1 and ran[:4].count("two") == 2, ran
+    finally:
+        await services.stop()
+
+
+async def test_a_build_counts_while_it_is_at_work(
+    services: Services, node: FakeNode, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opendsec_server.control.builds.service.QUOTA_LOOK_S", 0.01)
+    quota = {"sandboxes": 1, "cpu": 4, "memory_mb": 4096}
+    made = await services.projects.create(caller, "small", None, quota)
+    small = await in_project(services, caller, made.project.project_id)
+
+    async def use() -> float:
+        return (await services.projects.get(caller, small.project_id)).use["sandboxes"]
+
+    build = await begin(services, small, on_base(run("block")))
+    while "block" not in node.commands:
+        await asyncio.sleep(0.005)
+    assert await use() == 1
+    with pytest.raises(QuotaExceeded):
+        await services.creates.create(small, CreateParams())
+    # One more waits, and holds up no other project.
+    waiting = await begin(services, small, on_base(run("later")), "later")
+    assert (await built(services, caller, on_base(run("other")))).state == "ready"
+    assert "later" not in node.commands
+    await services.builds.cancel(build.build_id)
+    assert (await ended(services, small, waiting)).state == "ready"
+    assert await use() == 0
+    assert any("waits" in message for message in await messages(services, waiting))
+    sandbox = (await services.creates.create(small, CreateParams())).record.sandbox_id
+    waiting = await begin(services, small, on_base(run("later 2")), "later")
+    while not any("waits" in message for message in await messages(services, waiting)):
+        await asyncio.sleep(0.005)
+    await services.builds.cancel(waiting.build_id)
+    assert (await ended(services, small, waiting)).error_code == "build_cancelled"
+    await services.lifecycle.kill(small, sandbox)
+    # What never fits is told at once.
+    tiny = (await services.projects.create(caller, "tiny", None, {"cpu": 1})).project.project_id
+    failed = await built(services, await in_project(services, caller, tiny), on_base())
+    assert (failed.state, failed.error_code) == ("error", "quota_exceeded")
+    assert "processors" in (failed.error or "")
+
+
+async def test_a_template_that_is_deleted_while_it_is_built_gives_its_place_back(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    await begin(services, caller, on_base(run("block")))
+    while "block" not in node.commands:
+        await asyncio.sleep(0.005)
+    await services.builds.delete(caller, "mine")
+    assert (await services.projects.get(caller, caller.project_id)).use["sandboxes"] == 0
+
+
+async def test_turns_are_given_back_by_who_goes_away() -> None:
+    turns = Turns(2)
+    inside: list[str] = []
+
+    async def work(name: str) -> None:
+        async with turns.turn(name[0]):
+            inside.append(name)
+            await asyncio.Event().wait()
+
+    tasks = {name: asyncio.create_task(work(name)) for name in ("a1", "a2", "a3", "a4", "b1")}
+
+    async def settle() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    await settle()
+    assert inside == ["a1", "a2"]
+    tasks["a3"].cancel()
+    await settle()
+    tasks["a1"].cancel()
+    await settle()
+    assert inside == ["a1", "a2", "b1"]
+    # A turn that was given at the moment when its task went away.
+    tasks["a2"].cancel()
+    tasks["a4"].cancel()
+    await settle()
+    late = asyncio.create_task(work("c1"))
+    await settle()
+    assert inside[-1] == "c1"
+    for task in (*tasks.values(), late):
+        task.cancel()
+    await asyncio.gather(*tasks.values(), late, return_exceptions=True)
+    assert (turns._free, turns._at_work, turns._waiting) == (2, {}, {})
 
 
 async def test_a_build_that_takes_too_long_is_ended(config: Config, node: FakeNode) -> None:

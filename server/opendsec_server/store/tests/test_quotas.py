@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 from alembic import command
@@ -22,12 +23,12 @@ from hypothesis import strategies as st
 from opendsec_server.config import Config
 from opendsec_server.contract.errors import Conflict, NotFound, QuotaExceeded
 from opendsec_server.contract.states import TRANSITIONS, State
-from opendsec_server.store import accounts, migrate, projects, sandboxes
+from opendsec_server.store import accounts, migrate, projects, sandboxes, templates
 from opendsec_server.store.changes import apply_changes
 from opendsec_server.store.creates import begin_create
 from opendsec_server.store.places import end_places, give_back_places, hold_places
 from opendsec_server.store.quotas import NO_LIMIT, Admitted, Wanted, admit, note_egress
-from opendsec_server.store.records import Project, StateChange
+from opendsec_server.store.records import Project, StateChange, Template, TemplateBuild
 from opendsec_server.store.store import Store
 from opendsec_server.store.tables import PROJECT_LINES, PROJECT_USE, PROJECTS, SANDBOXES
 
@@ -188,6 +189,100 @@ async def test_resumes_and_creates_at_once_never_pass_a_limit(store: Store, tmp_
         assert (await use(store, "p"))["sandboxes"] == 4
     finally:
         await other.close()
+
+
+async def building(store: Store, number: int, project_id: str, **sizes: Any) -> str:
+    name = f"b{number}"
+    build = TemplateBuild(
+        build_id=name,
+        template_id="",
+        project_id=project_id,
+        state="waiting",
+        tags=[],
+        cpu=2.0,
+        memory_mb=512,
+        disk_mb=1024,
+        envd_version="1",
+        created_at=0.0,
+    )
+    template = Template(
+        template_id=f"t{number}",
+        project_id=project_id,
+        name=f"n{number}",
+        image="",
+        public=False,
+        cpu=2.0,
+        memory_mb=512,
+        disk_mb=1024,
+        default_user="u",
+        default_workdir=None,
+        created_at=0.0,
+        updated_at=0.0,
+    )
+    await templates.begin_build(store, template, msgspec.structs.replace(build, **sizes))
+    return name
+
+
+async def test_builds_and_creates_at_once_never_pass_a_limit(store: Store) -> None:
+    await set_limits(store, sandboxes_max=3)
+    await child(store, "a")
+    builds = [await building(store, number, "pa"[number % 2]) for number in range(4)]
+
+    async def build(name: str) -> bool:
+        try:
+            return await templates.note_building(store, name, 1.0)
+        except QuotaExceeded as exc:
+            assert exc.details["project"] == "p"
+            return False
+
+    async def create(number: int) -> bool:
+        try:
+            await begin_create(store, record_of(number, project_id="pa"[number % 2]), None)
+        except QuotaExceeded:
+            return False
+        return True
+
+    got = await asyncio.gather(
+        *(one for n in range(4) for one in (build(builds[n]), create(n + 1)))
+    )
+    assert sum(got) == 3
+    assert (await use(store, "p"))["sandboxes"] == 3
+    for name in builds:
+        await templates.fail_build(store, name, code="c", message="m", step=None, now=1.0)
+        assert not await templates.note_building(store, name, 1.0), "it has ended"
+    left = await counted(store, "p")
+    assert await use(store, "p") == left
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"),
+    [
+        ({"cpu_max": 1.0}, "cpu"),
+        ({"memory_mb_max": 500}, "memory_mb"),
+        ({"disk_mb_max": 1000}, "disk_mb"),
+        ({"sandboxes_max": 0}, "sandboxes"),
+    ],
+)
+async def test_each_dimension_of_a_build(store: Store, limit: dict[str, Any], name: str) -> None:
+    build = await building(store, 1, "p")
+    await set_limits(store, **limit)
+    with pytest.raises(QuotaExceeded) as refused:
+        await templates.note_building(store, build, 1.0)
+    assert refused.value.details["dimension"] == name and refused.value.details["fits_never"]
+    await set_limits(store, egress_mb_max=0, sandboxes_max=9)
+    await store.write(lambda c: note_egress(c, "p", 1, now=1.0))
+    with pytest.raises(QuotaExceeded):
+        await templates.note_building(store, build, 1.0)
+
+
+async def test_a_builds_place_goes_with_its_template(store: Store) -> None:
+    build = await building(store, 1, "p")
+    assert await templates.note_building(store, build, 1.0)
+    assert await use(store, "p") == {
+        "sandboxes": 1, "cpu_milli": 2000, "memory_mb": 512, "disk_mb": 1024
+    }  # fmt: skip
+    await templates.delete_template(store, "t1")
+    assert set((await use(store, "p")).values()) == {0}
 
 
 async def test_places_and_changes_at_once_do_not_wait_for_each_other(store: Store) -> None:

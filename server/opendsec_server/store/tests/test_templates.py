@@ -78,8 +78,8 @@ async def test_builds_of_one_new_name_at_once(store: Store) -> None:
 
 async def test_a_ready_build_is_read_as_it_was_written(store: Store) -> None:
     made = ready(await begun(store), 5.0)
-    assert await templates.note_building(store, "b1")
-    assert not await templates.note_building(store, "b1")
+    assert await templates.note_building(store, "b1", 1.0)
+    assert not await templates.note_building(store, "b1", 1.0)
     assert await templates.finish_build(store, made)
     assert await templates.get_build(store, "b1") == made
     assert await templates.build_of_tag(store, made.template_id, "default") == made
