@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from opendsec._errors import OpendsecError
 
 SILENT_S = 2.0
@@ -42,21 +44,37 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Rows under headings: drawn on a terminal, plain aligned text elsewhere."""
     if sys.stdout.isatty():
         from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
 
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in columns:
-            table.add_column(column, no_wrap=column in ("ID", "PID", "TIME", "STATE", "BACKEND"))
-        for row in rows:
-            cells = (Text(cell, STATE_STYLES.get(cell, "")) for cell in row)
-            table.add_row(*cells)
-        Console(no_color=not wants_colour(sys.stdout)).print(table)
+        Console(no_color=not wants_colour(sys.stdout)).print(_drawn(columns, rows))
         return
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     for row in [columns, *rows]:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print(line.rstrip())
+
+
+def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=column in ("ID", "PID", "TIME", "STATE", "BACKEND"))
+    for row in rows:
+        table.add_row(*(Text(cell, STATE_STYLES.get(cell, "")) for cell in row))
+    return table
+
+
+@contextmanager
+def draw_table() -> Iterator[Callable[[Sequence[str], Sequence[Sequence[str]]], None]]:
+    """On a terminal: what draws a table over the one before. As much as fits is shown; the last
+    one stays."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(no_color=not wants_colour(sys.stdout))
+    with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
+        yield lambda columns, rows: live.update(_drawn(columns, rows), refresh=True)
 
 
 REMEDIES = {

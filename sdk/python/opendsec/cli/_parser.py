@@ -335,6 +335,12 @@ def _add_listing(commands: Any) -> None:
     p.add_argument("--template", metavar="NAME", help="only from this template")
     p.add_argument("--limit", type=int, metavar="COUNT", help="at most so many")
     p.add_argument("-q", "--quiet", action="store_true", help="ids only")
+    p.add_argument(
+        "-w",
+        "--watch",
+        action="store_true",
+        help="go on until Ctrl-C: on a terminal the table, drawn anew; else a line per change",
+    )
     p = _command(commands, "ps", "_sandboxes:ps", "list processes of a sandbox, or of all")
     p.add_argument("sandbox", metavar="ID", nargs="?", help=f"{SANDBOX_HELP} (default: all)")
     p = _command(commands, "info", "_info:info", "describe a sandbox, or the server")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +22,7 @@ from opendsec import (
 from . import _exit
 from ._output import age, note, print_error, print_json, print_table, size, waiting
 from ._session import client_of, creation_arguments, look_at
+from ._watch import watch
 
 KILLS_AT_ONCE = 16
 FOLLOW_INTERVAL_S = 1.0
@@ -53,8 +55,9 @@ def create(args: argparse.Namespace) -> int:
 def ls(args: argparse.Namespace) -> int:
     """List sandboxes."""
     states = args.state or (("all",) if args.all else None)
-    with client_of(args) as client:
-        records = list(
+
+    def read() -> list[SandboxInfo]:
+        return list(
             client.list(
                 states=states,
                 task_id=args.task,
@@ -64,19 +67,28 @@ def ls(args: argparse.Namespace) -> int:
                 limit=args.limit,
             )
         )
+
+    with client_of(args) as client:
+        if args.watch:
+            if args.quiet or args.limit is not None:
+                raise _exit.Refused("--watch shows all of them: leave --quiet and --limit out")
+            watch(client, read, lambda found: _table(found, args.all), as_json=args.json)
+        records = read()
     if args.json:
         print_json(records)
     elif args.quiet:
         for record in records:
             print(record.sandbox_id)
     else:
-        # Why something ended is a column only where something has.
-        reasons = args.all or any(record.ended for record in records)
-        print_table(
-            [*COLUMNS[:8], *(["REASON"] if reasons else []), *COLUMNS[8:]],
-            [_row(record, reasons) for record in records],
-        )
+        print_table(*_table(records, args.all))
     return _exit.OK
+
+
+def _table(records: Sequence[SandboxInfo], everything: bool) -> tuple[list[str], list[list[str]]]:
+    # Why something ended is a column only where something has.
+    reasons = everything or any(record.ended for record in records)
+    columns = [*COLUMNS[:8], *(["REASON"] if reasons else []), *COLUMNS[8:]]
+    return columns, [_row(record, reasons) for record in records]
 
 
 def _row(record: SandboxInfo, reasons: bool) -> list[str]:

@@ -302,6 +302,9 @@ def test_ls_is_plain_text_or_json(ready: FakeServer) -> None:
     as_json = json.loads(cli(ready, "ls", "--json").stdout)
     assert as_json[0]["sandbox_id"] == SANDBOX_ID
     assert cli(ready, "ls", "-q").stdout.decode().split() == [SANDBOX_ID]
+    refused = cli(ready, "ls", "--watch", "-q")
+    assert refused.returncode == 1
+    assert b"--quiet" in refused.stderr
 
 
 def test_create_prints_the_id(ready: FakeServer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -230,7 +231,13 @@ class Fuzzed:
             if "api-keys" not in path or method == "get"
         ]
         made = await self.http.post("/v1/sandboxes", json={"timeout_s": 3_000})
-        self.live = made.json()["sandbox_id"]
+        self.live = {"sandbox_id": made.json()["sandbox_id"]}
+        # What else there is to meet, by the name of its path parameter.
+        path = f"/v1/sandboxes/{self.live['sandbox_id']}/snapshots"
+        saved = await self.http.post(path, json={"name": "saved", "mode": "filesystem"})
+        self.live["snapshot_id"] = saved.json()["id"]
+        task = await self.http.post("/v1/tasks", json={"task_id": "errand"})
+        self.live["task_id"] = task.json()["task_id"]
 
     async def stop(self) -> None:
         await self.http.aclose()
@@ -252,11 +259,14 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 )
 def test_native_api_answers_as_documented(fuzzed: Fuzzed, data: st.DataObject) -> None:
     method, path, operation = data.draw(st.sampled_from(fuzzed.operations))
-    name = data.draw(SEGMENTS).replace("LIVE", fuzzed.live)
-    assume(name not in (".", ".."))  # clients take them out of a path before they send it
-    concrete = path.replace("{sandbox_id}", quote(name, safe=""))
-    concrete = concrete.replace("{snapshot_id}", quote(name, safe=""))
-    content = msgspec.json.encode(data.draw(BODIES)) if method in ("POST", "PUT") else None
+    wanted = re.findall(r"\{(\w+)\}", path)
+    given_names = {
+        part: data.draw(SEGMENTS).replace("LIVE", fuzzed.live.get(part, "base")) for part in wanted
+    }
+    # Clients take these out of a path before they send it.
+    assume(not {".", ".."} & set(given_names.values()))
+    concrete = path.format_map({part: quote(name, safe="") for part, name in given_names.items()})
+    content = msgspec.json.encode(data.draw(BODIES)) if "requestBody" in operation else None
     answer = fuzzed.runner.run(
         fuzzed.http.request(method, concrete, params=data.draw(QUERIES), content=content)
     )
@@ -318,7 +328,7 @@ def test_e2b_api_never_breaks(
     fuzzed: Fuzzed, call: tuple[str, str], name: str, body: object, query: dict[str, str]
 ) -> None:
     method, path = call
-    path = path.replace("{id}", quote(name.replace("LIVE", fuzzed.live), safe=""))
+    path = path.replace("{id}", quote(name.replace("LIVE", fuzzed.live["sandbox_id"]), safe=""))
     content = None if method == "GET" else msgspec.json.encode(body)
     answer = fuzzed.runner.run(fuzzed.http.request(method, path, params=query, content=content))
     assert answer.status_code < 500 or answer.status_code == 501, answer.text
