@@ -143,6 +143,10 @@ from ._work_errors import (
     GroupServiceNotFound,
     GroupStateConflict,
     GroupUnhealthy,
+    ImageInUse,
+    RegistryDenied,
+    RegistryLimited,
+    RegistryUnavailable,
     TaskBudgetReached,
     TaskEnded,
     TaskExists,
@@ -186,9 +190,13 @@ __all__ = [
     "GroupServiceNotFound",
     "GroupStateConflict",
     "GroupUnhealthy",
+    "ImageInUse",
     "NotFound",
     "OpendsecError",
     "PlatformError",
+    "RegistryDenied",
+    "RegistryLimited",
+    "RegistryUnavailable",
     "TaskBudgetReached",
     "TaskEnded",
     "TaskExists",
@@ -359,13 +367,6 @@ class ImageNotFound(NotFound):
     default_remediation = "Check the reference, its tag and its registry; list the images here."
 
 
-class ImageInUse(Conflict):
-    """Sandboxes, snapshots or templates stand on the image."""
-
-    code = "image_in_use"
-    default_remediation = "End or delete what uses it first."
-
-
 class SandboxEnded(UserError):
     """The sandbox has ended, as asked, as agreed (a time-out), or by what ran in it."""
 
@@ -373,14 +374,6 @@ class SandboxEnded(UserError):
     default_remediation = (
         "Create a new sandbox; fast-forward it through the recorded actions to go on."
     )
-
-
-class RegistryDenied(UserError):
-    """The registry wants credentials, or refuses those it got."""
-
-    code = "registry_denied"
-    http_status = 403
-    default_remediation = "Give credentials that may pull the image, and check its name."
 
 
 class MethodNotAllowed(UserError):
@@ -480,13 +473,6 @@ class QuotaExceeded(CapacityError):
     default_remediation = "End sandboxes you no longer need, or ask for a higher quota."
 
 
-class RegistryLimited(CapacityError):
-    """The registry answers that too much was asked of it (429)."""
-
-    code = "registry_limited"
-    default_remediation = "Wait as long as retry_after_s says, log in, or use a mirror."
-
-
 class NodeFull(CapacityError):
     """The node has no free slot, memory or disk for another sandbox."""
 
@@ -550,15 +536,6 @@ class StoreUnavailable(PlatformError):
     code = "store_unavailable"
     retryable = True
     default_remediation = "Retry after a moment. Running sandboxes are not affected."
-
-
-class RegistryUnavailable(PlatformError):
-    """The registry cannot be reached, fails, or is too slow."""
-
-    code = "registry_unavailable"
-    http_status = 502
-    retryable = True
-    default_remediation = "Check the registry's address and health; try again."
 
 
 class ImageDamaged(PlatformError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of builds, batches, tasks, function calls and recorded actions; see ``_errors``."""
+"""Exceptions of images, builds, batches, tasks, groups, functions and actions; see ``_errors``."""
 
 from __future__ import annotations
 
@@ -272,3 +272,34 @@ class FunctionWorkerLost(PlatformError):
     code = "function_worker_lost"
     retryable = True
     default_remediation = "Call again; workers are replaced by themselves."
+
+
+class RegistryDenied(UserError):
+    """The registry wants credentials, or refuses those it got."""
+
+    code = "registry_denied"
+    http_status = 403
+    default_remediation = "Give credentials that may pull the image, and check its name."
+
+
+class RegistryLimited(CapacityError):
+    """The registry answers that too much was asked of it (429)."""
+
+    code = "registry_limited"
+    default_remediation = "Wait as long as retry_after_s says, log in, or use a mirror."
+
+
+class RegistryUnavailable(PlatformError):
+    """The registry cannot be reached, fails, or is too slow."""
+
+    code = "registry_unavailable"
+    http_status = 502
+    retryable = True
+    default_remediation = "Check the registry's address and health; try again."
+
+
+class ImageInUse(Conflict):
+    """Sandboxes, snapshots or templates stand on the image."""
+
+    code = "image_in_use"
+    default_remediation = "End or delete what uses it first."

@@ -14,7 +14,7 @@ from opendsec._compose import FILE_BYTES_MAX
 
 from . import _exit
 from ._group_parser import DEFAULT_FILES
-from ._output import age, note, print_json, print_table, waiting
+from ._output import age, print_json, print_table, waiting
 from ._session import client_of
 
 
@@ -36,7 +36,8 @@ def up(args: argparse.Namespace) -> int:
                 path, name=args.name, profiles=args.profile, wait=False, **given
             )
         for text in group.warnings:
-            note(text)
+            # Also to programs: what a file asked for, and does not get.
+            print(f"opendsec: {text}", file=sys.stderr)
         if not args.detach:
             with waiting("Starting the group..."):
                 group.wait_healthy()
@@ -153,7 +154,7 @@ def logs(args: argparse.Namespace) -> int:
             except SandboxNotFound:
                 if args.service:
                     raise
-                note(f"{name}: its sandbox is gone, and its output with it")
+                print(f"opendsec: {name}: its sandbox is gone, its output too", file=sys.stderr)
                 continue
             if args.json:
                 print_json({"service": name, "logs": found})

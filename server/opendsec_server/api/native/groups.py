@@ -15,6 +15,7 @@ from litestar.response import Stream
 from opendsec_server.api.http import (
     Query,
     Request,
+    about,
     answer,
     caller_of,
     read_json,
@@ -99,6 +100,7 @@ async def create_group(request: Request) -> Response[bytes]:
     key = idempotency_key(request.headers.get("idempotency-key"), NATIVE_KEY_RE)
     body = await read_json(request, _create)
     view = await services_of(request).groups.create(caller_of(request), spec_of(body), key=key)
+    about(request, view.group.group_id)
     return answer(group_of(view), 202)
 
 
