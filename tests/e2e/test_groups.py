@@ -22,8 +22,16 @@ from opendsec import (
     InvalidRequest,
     Sandbox,
 )
+from opendsec_server.images.tests.registries import (
+    Registry,
+    files,
+    make_layout,
+    running_registry,
+)
 from tests.harness import BIN, Server, new_server
 from tests.leaks import Snapshot
+
+from .test_images import busybox_layer
 
 SMALL = {"memory_mb": 128, "disk_mb": 64, "cpu": 1}
 # A database as far as this test needs one: it answers with what was stored, after a while.
@@ -91,6 +99,12 @@ def own_server() -> Iterator[Server]:
     finally:
         server.purge()
     before.assert_nothing_new()
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    with running_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
 
 
 @pytest.fixture
@@ -295,6 +309,42 @@ def test_a_compose_file_by_the_command_line(
     (tmp_path / "bad.yml").write_text("services:\n  a:\n    image: x\n    volumes: [a:/b]\n")
     bad = opendsec(own_server, "group", "up", "-f", "bad.yml", directory=tmp_path, code=1)
     assert "bad.yml:4: services.a.volumes" in bad.stderr
+
+
+def test_programs_of_images(client: Client, registry: Registry, tmp_path: Path) -> None:
+    """An image's own program, its arguments replaced, and another program in its place."""
+    make_layout(
+        tmp_path / "l",
+        [busybox_layer(), files(page="from the image")],
+        {"Entrypoint": ["busybox", "httpd", "-f", "-h", "/", "-p"], "Cmd": ["8080"]},
+    )
+    image = registry.push(tmp_path / "l", "groups/web:1")
+    get = ["busybox", "wget", "-q", "-O", "-", "http://127.0.0.1:8080/page"]
+    group = client.groups.create(
+        {
+            "own": {**SMALL, "image": image, "healthcheck": {"test": get, "interval_s": 1}},
+            "moved": {**SMALL, "image": image, "command": ["9090"]},
+            "asks": {
+                **SMALL,
+                "image": image,
+                "entrypoint": ["sh", "-c"],
+                "command": [
+                    "busybox wget -q -O - http://own:8080/page && "
+                    "until busybox wget -q -O - http://moved:9090/page; do busybox sleep 0.2; done"
+                ],
+                "depends_on": {"own": "healthy", "moved": "started"},
+            },
+            "last": {**SMALL, "image": image, "depends_on": {"asks": "completed"}},
+        },
+        name="images",
+    )
+    assert group.logs("asks").stdout == "from the image" * 2
+    assert {one.name: one.state for one in group.info.services} == {
+        "own": "healthy",
+        "moved": "started",
+        "asks": "completed",
+        "last": "started",
+    }
 
 
 def test_its_time_is_over(client: Client) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from opendsec_server.api.protocol import E2B_KEY_RE, NATIVE_KEY_RE
+from opendsec_server.store.groups import member_key
+
 from .harness import Plane
 from .test_images_api import second_project
 from .test_native import TIME_RE
@@ -142,3 +145,8 @@ async def test_other_projects_and_weaker_keys(http: httpx.AsyncClient, plane: Pl
         for path in ("/v1/groups", f"{PATH}/kill", f"{PATH}/pause"):
             assert code_of(await reader.post(path, json=BODY)) == (403, "forbidden")
     assert (await http.get(PATH)).json()["state"] == "running"
+
+
+async def test_no_caller_can_spell_the_key_of_a_member() -> None:
+    for allowed in (NATIVE_KEY_RE, E2B_KEY_RE):
+        assert allowed.fullmatch(member_key("g", "db")) is None

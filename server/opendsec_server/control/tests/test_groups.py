@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from opendsec_server.api.protocol import E2B_KEY_RE, NATIVE_KEY_RE
 from opendsec_server.config import Config
 from opendsec_server.contract.errors import (
     GroupExists,
@@ -30,7 +29,6 @@ from opendsec_server.control.groups.model import check_group, order_of
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.saving import ForkParams
 from opendsec_server.control.services import Services
-from opendsec_server.store.groups import member_key
 
 from .conftest import first_caller
 from .fake_node import FakeNode
@@ -488,8 +486,3 @@ async def test_killed_while_its_first_sandbox_is_being_made(
     node.gate.set()
     view = await waited(services, caller, view, "ended")
     assert view.state == "ended" and len(node.specs) == 1 and living(node) == []
-
-
-def test_no_caller_can_spell_the_key_of_a_member() -> None:
-    assert NATIVE_KEY_RE.fullmatch(member_key("g", "db")) is None
-    assert E2B_KEY_RE.fullmatch(member_key("g", "db")) is None
