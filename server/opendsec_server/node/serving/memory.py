@@ -10,7 +10,7 @@ from opendsec_server.contract import node_wire as wire
 from opendsec_server.contract.errors import NodeClocksDiffer, NodeUnavailable
 
 REMEMBERED_MAX = 500_000
-"""Some 8,000 requests a second for as long as they are remembered; about 100 bytes each."""
+"""Some 4,000 requests a second for as long as they are remembered; some 60 MB."""
 
 
 class Memory:
