@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HEAD_BYTES = 12
-ANSWERS_MAX = 24
-"""So many fit into 512 bytes beside the longest name."""
+ANSWER_BYTES_MAX = 512
+"""What everybody takes in a datagram. Addresses that do not fit are left out: one is enough."""
 
 KIND_ADDRESS = 1
 KIND_ANY = 255
@@ -30,6 +30,7 @@ _RECURSION_AVAILABLE = 0x0080
 _LABEL_BYTES_MAX = 63
 _NAME_BYTES_MAX = 255
 _NAME_AT_QUESTION = 0xC000 | HEAD_BYTES
+_RECORD = struct.Struct(">HHHIH4s")
 _TTL_S = 0
 """Members come and go: nothing is to be remembered."""
 
@@ -81,11 +82,16 @@ def parse(message: bytes) -> Question | None:
 def answer(message: bytes, question: Question, addresses: Sequence[str]) -> bytes:
     """The answer with these addresses; to a question of another kind than addresses, one without
     records: the name is there, which is not the same as a name that is not."""
-    wanted = addresses[:ANSWERS_MAX] if question.kind in (KIND_ADDRESS, KIND_ANY) else ()
-    record = struct.pack(">HHHIH", _NAME_AT_QUESTION, KIND_ADDRESS, CLASS_INTERNET, _TTL_S, 4)
+    room = (ANSWER_BYTES_MAX - question.end) // _RECORD.size
+    wanted = addresses[:room] if question.kind in (KIND_ADDRESS, KIND_ANY) else ()
     head = _head(message, _AUTHORITATIVE, 1, len(wanted))
-    records = b"".join(record + socket.inet_aton(address) for address in wanted)
-    return head + message[HEAD_BYTES : question.end] + records
+    records = (
+        _RECORD.pack(
+            _NAME_AT_QUESTION, KIND_ADDRESS, CLASS_INTERNET, _TTL_S, 4, socket.inet_aton(address)
+        )
+        for address in wanted
+    )
+    return head + message[HEAD_BYTES : question.end] + b"".join(records)
 
 
 def failure(message: bytes, question: Question | None, code: int) -> bytes:

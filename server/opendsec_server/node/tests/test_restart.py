@@ -16,7 +16,7 @@ from tests.leaks import Snapshot
 
 pytestmark = pytest.mark.node
 
-HOOKS = ["admit", "disk", "layers", "network", "bundle", "rootfs", "runtime", "agent"]
+HOOKS = ["admit", "disk", "layers", "network", "bundle", "rootfs", "runtime", "agent", "names"]
 BOUNDARIES = [f"{hook}:{side}" for hook in HOOKS for side in ("before", "after")]
 
 
