@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from opendsec_server.contract.errors import Forbidden, TaskPaused
 
 from .keys import find_key, settle_key, take_key
+from .leases import is_over
 from .packing import struct_of
 from .quotas import admit, wanted_of
 from .records import IdempotencyClaim, Project, SandboxRecord
@@ -299,7 +300,7 @@ async def claim_batches(
         lease_until: Until when others leave them alone.
     """
     # It may own one without knowing: the answer to its insert was lost.
-    free = (BATCHES.c.lease_until < now) | (BATCHES.c.owner == owner)
+    free = is_over(BATCHES.c.lease_until, now) | (BATCHES.c.owner == owner)
     if seat is not None:
         free = free | BATCHES.c.owner.startswith(seat, autoescape=True)
     query = (

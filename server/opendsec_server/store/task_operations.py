@@ -17,6 +17,7 @@ from opendsec_server.contract.errors import IdempotencyMismatch, TaskEnded, Task
 from opendsec_server.contract.node import StateMode
 from opendsec_server.contract.states import EndReason
 
+from .leases import is_over
 from .packing import plain, struct_of
 from .store import Store
 from .tables import SANDBOXES, TASK_ITEMS, TASK_OPERATIONS, TASKS
@@ -346,7 +347,7 @@ async def claim_operations(
         alone: No other process can be at work: leases of others count for nothing.
     """
     column = TASK_OPERATIONS.c
-    free = sa.true() if alone else column.lease_until < now
+    free = sa.true() if alone else is_over(column.lease_until, now)
 
     def work(connection: sa.Connection) -> list[TaskOperation]:
         # It may own one without knowing: whoever asked for it went away too early.
