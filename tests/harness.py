@@ -117,6 +117,14 @@ class Server:
         except OSError:
             return "(no log)"
 
+    def edge_log_tail(self, lines: int = 40) -> str:
+        """The end of the edge's log: why streams ended that were not complete."""
+        try:
+            text = (self.config.run_path / "edge.log").read_text()
+        except OSError:
+            return "(no log)"
+        return "\n".join(text.splitlines()[-lines:])
+
     def request(
         self,
         method: str,

@@ -38,7 +38,9 @@ def node_with_package() -> str:
 
 
 def run_tour(server: Server, command: list[str]) -> dict[str, object]:
-    """Run a program that prints its results as the last line of JSON."""
+    """Run a program that prints its results as the last line of JSON. Of one whose steps failed,
+    what server and edge say of that time is printed, and whether they are still the same."""
+    before = (server.daemon(), server.edge())
     run = subprocess.run(
         command,
         env=server.client_environment,
@@ -49,4 +51,8 @@ def run_tour(server: Server, command: list[str]) -> dict[str, object]:
         check=False,
     )
     assert run.stdout.strip(), f"no results; stderr:\n{run.stderr}\n{server.log_tail()}"
-    return dict(json.loads(run.stdout.strip().splitlines()[-1]))
+    results = dict(json.loads(run.stdout.strip().splitlines()[-1]))
+    if results["failed"]:
+        print(f"daemon and edge before: {before}, after: {(server.daemon(), server.edge())}")
+        print(f"--- edge\n{server.edge_log_tail()}\n--- server\n{server.log_tail()}")
+    return results
