@@ -3,8 +3,10 @@
 
 The sandbox is saved as for a fork: it stands still for a copy of references only. All the rest is
 made from that copy, which goes with the next start of the node at the latest. What the sandbox
-wrote is hostile: ``opendsec-layer`` reads it, never this process; and the disk of a machine is
-checked by e2fsck and mounted read-only, in the daemon's own mount namespace, before that.
+wrote is hostile: ``opendsec-layer`` reads it, never this process. The disk of a machine is checked
+before that by an e2fsck that has no privileges and can open nothing else: it would follow a
+superblock to a journal on any of the host's devices. Then the host's kernel mounts it, read-only
+and without its journal, in the daemon's own mount namespace.
 """
 
 from __future__ import annotations
@@ -60,6 +62,10 @@ SCRUBBED = (
 )  # fmt: skip
 """What names the one sandbox, and what shells and the like remember of their users."""
 
+_CHECKER_ID = 65_534
+"""User and group of e2fsck: nobody's."""
+_CHECKER_BYTES_MAX = 4 * 1024**3
+"""Memory of e2fsck. A disk of 1 TiB needs about a quarter."""
 _EXIT_LIMIT, _EXIT_NO_SPACE = 5, 6
 _FSCK_FAILED = 4
 """e2fsck(8): exit codes below this mean that the file system is sound, or was mended."""
@@ -214,9 +220,27 @@ async def _copy_upper(upper: Path, tree: Path, scrubbed: Sequence[str]) -> None:
 
 async def _check_disk(disk: Path) -> None:
     """Write what the journal holds to its place, and refuse or mend what is no sound ext4."""
-    done = await _tool(["e2fsck", "-f", "-y", str(disk)])
-    if done.code >= _FSCK_FAILED:
+    fd = await finish_in_thread(os.open, disk, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        # It opens its standard input again by name, and no directory on the way there.
+        os.fchown(fd, _CHECKER_ID, _CHECKER_ID)
+        os.fchmod(fd, 0o600)
+        done = await _tool([*_powerless(size), "e2fsck", "-f", "-y", "/proc/self/fd/0"], fd)
+    finally:
+        os.close(fd)
+    if not 0 <= done.code < _FSCK_FAILED:
         raise SnapshotFailed(f"its disk is damaged: {done.output.strip()[-1_000:]}")
+
+
+def _powerless(file_bytes_max: int) -> list[str]:
+    """How a program is started that may do nothing but compute, and write to what it is given."""
+    return [
+        "setpriv", f"--reuid={_CHECKER_ID}", f"--regid={_CHECKER_ID}", "--clear-groups",
+        "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--pdeathsig=KILL", "--",
+        "prlimit", f"--as={_CHECKER_BYTES_MAX}", f"--fsize={file_bytes_max}", "--core=0",
+        f"--cpu={int(limits.PACK_TOOL_TIMEOUT_S)}", "--",
+    ]  # fmt: skip
 
 
 def _mount_disk(disk: Path, target: Path) -> None:
@@ -237,9 +261,9 @@ def _is_untouched(tree: Path) -> bool:
     return usual and not any(Path(entries[0].path).iterdir()) and not os.listxattr(entries[0].path)
 
 
-async def _tool(argv: Sequence[str]) -> Finished:
+async def _tool(argv: Sequence[str], stdin_fd: int | None = None) -> Finished:
     try:
-        return await run(argv, timeout_s=limits.PACK_TOOL_TIMEOUT_S)
+        return await run(argv, timeout_s=limits.PACK_TOOL_TIMEOUT_S, stdin_fd=stdin_fd)
     except FileNotFoundError as exc:
         raise SnapshotFailed(f"{argv[0]} is not installed") from exc
     except ProgramTimeout as exc:

@@ -154,6 +154,7 @@ async def run(
     timeout_s: float,
     output_path: Path | None = None,
     env: dict[str, str] | None = None,
+    stdin_fd: int | None = None,
 ) -> Finished:
     """Run a program to its end.
 
@@ -163,6 +164,7 @@ async def run(
         output_path: Where its output (and that of what it leaves running) goes, appended;
             None: kept in memory.
         env: Environment; None: ours.
+        stdin_fd: What it reads as its standard input; None: nothing.
 
     Raises:
         FileNotFoundError: no such program.
@@ -175,7 +177,7 @@ async def run(
     )
     try:
         start = os.lseek(out_fd, 0, os.SEEK_END)
-        pid = _spawn(argv, out_fd, os.environ if env is None else env)
+        pid = _spawn(argv, out_fd, os.environ if env is None else env, stdin_fd)
         _awaited.add(pid)
         try:
             code = await _wait(pid, argv[0], timeout_s)
@@ -215,13 +217,15 @@ def reap_strays(name: str) -> None:
         os.waitid(os.P_PID, ended.si_pid, os.WEXITED | os.WNOHANG)
 
 
-def _spawn(argv: Sequence[str], out_fd: int, env: Mapping[str, str]) -> int:
+def _spawn(argv: Sequence[str], out_fd: int, env: Mapping[str, str], stdin_fd: int | None) -> int:
     return os.posix_spawnp(
         argv[0],
         list(argv),
         env,
         file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+            if stdin_fd is None
+            else (os.POSIX_SPAWN_DUP2, stdin_fd, 0),
             (os.POSIX_SPAWN_DUP2, out_fd, 1),
             (os.POSIX_SPAWN_DUP2, out_fd, 2),
         ],
