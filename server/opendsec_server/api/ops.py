@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from litestar import Response, get
 
+from opendsec_server.contract.errors import Forbidden
+
 from .auth import authenticate
 from .http import Request, answer, services_of
 
@@ -24,9 +26,17 @@ async def readyz(request: Request) -> Response[bytes]:
 
 @get("/metrics")
 async def metrics(request: Request) -> Response[bytes]:
-    """Prometheus' text format. From outside this machine, an API key is needed."""
+    """Prometheus' text format. From outside this machine, a key of the installation's first project
+    is needed: the figures are of all projects together."""
     if not _is_local(request):
-        await authenticate(request)
+        caller = await authenticate(request)
+        caller.require_sandbox(None)
+        caller.require("server:read")
+        if not await services_of(request).iam.operates(caller):
+            raise Forbidden(
+                "the figures are of all projects together",
+                remediation="Ask with a key of the installation's first project.",
+            )
     return Response(
         await services_of(request).render_metrics(),
         media_type="text/plain; version=0.0.4; charset=utf-8",

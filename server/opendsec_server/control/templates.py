@@ -168,17 +168,6 @@ class Templates:
         )
         return next(named, None)
 
-    async def hidden(self, caller: Caller, wanted: Reference) -> bool:
-        """Whether a reference means a template of another project that does not show it."""
-        return any(
-            (
-                t.template_id == wanted.name
-                or (wanted.scope == t.project_id and wanted.name == t.name)
-            )
-            and not _may_use(caller, t)
-            for t in await self._templates()
-        )
-
     async def build_of(self, template: Template, tag: str | None) -> TemplateBuild:
         """The ready build of a project's template that a tag means.
 

@@ -61,7 +61,7 @@ async def pause(request: Request, sandbox_id: FromPath[str]) -> Response[None]:
     return no_content()
 
 
-@post("/sandboxes/{sandbox_id:str}/resume")
+@post("/sandboxes/{sandbox_id:str}/resume", opt=needs("sandboxes:write", "sandboxes:connect"))
 async def resume(request: Request, sandbox_id: FromPath[str]) -> Response[bytes]:
     """``POST /sandboxes/{id}/resume``, of older SDKs: 201; 409 when it runs."""
     body = await read_json(request, _resume, empty=b"{}")

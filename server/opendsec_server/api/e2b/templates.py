@@ -129,6 +129,7 @@ async def delete_template(request: Request, template_id: FromPath[str]) -> Respo
     try:
         await services.templates.resolve(caller, name)
     except (InvalidRequest, TemplateNotFound):
+        caller.require("snapshots:write")
         await services.snapshots.delete(caller, name)
         return no_content()
     await services.builds.delete(caller, name)
@@ -137,7 +138,8 @@ async def delete_template(request: Request, template_id: FromPath[str]) -> Respo
 
 @get("/templates/aliases/{alias:str}")
 async def get_alias(request: Request, alias: FromPath[str]) -> Response[bytes]:
-    """Whether a template or snapshot of that name exists. 403: it does, and is not the caller's."""
+    """Whether a template or snapshot of that name exists. 403: it does, is shown to all, and is not
+    the caller's. What others do not show is not there."""
     services, caller, name = services_of(request), caller_of(request), segment(alias)
     wanted = parse_reference(name)
     template = await services.templates.find(caller, wanted)
@@ -152,8 +154,6 @@ async def get_alias(request: Request, alias: FromPath[str]) -> Response[bytes]:
     snapshot = await services.snapshots.find(caller, wanted)
     if snapshot is not None:
         return answer(schemas.TemplateAlias(template_id=snapshot.snapshot_id, public=False))
-    if await services.templates.hidden(caller, wanted):
-        raise Forbidden(f"the template `{name}` is not of this project")
     raise TemplateNotFound(f"there is no template `{name}`")
 
 

@@ -27,6 +27,7 @@ from opendsec_server.contract.errors import (
     NotFound,
     PayloadTooLarge,
 )
+from opendsec_server.contract.node import NodeLoad
 
 from . import schemas
 from .convert import key_of
@@ -53,6 +54,8 @@ _create_key = msgspec.json.Decoder(schemas.CreateKey)
         Operation(
             tag="server",
             summary="What this server is and offers",
+            description="The load of the node, its host's name and its labels are for the "
+            "installation's first project.",
             response=schemas.Info,
             errors=(NodeUnavailable,),
         )
@@ -61,6 +64,11 @@ _create_key = msgspec.json.Decoder(schemas.CreateKey)
 async def get_info(request: Request) -> Response[bytes]:
     services = services_of(request)
     node = await services.node.info()
+    if not await services.iam.operates(caller_of(request)):
+        # How much others do, and on which machine, is the operator's to know.
+        node = msgspec.structs.replace(
+            node, hostname="", sandboxes=0, load=NodeLoad(), labels={}, features={}
+        )
     return answer(
         schemas.Info(
             version=__version__,

@@ -123,7 +123,8 @@ async def resume_sandbox(request: Request, sandbox_id: FromPath[str]) -> Respons
     connected = await services.lifecycle.connect(
         caller_of(request), segment(sandbox_id), body.timeout_s, reboot=body.reboot
     )
-    return answer(sandbox_of(services, connected.record, tokens=True))
+    may_enter = caller_of(request).may_enter
+    return answer(sandbox_of(services, connected.record, tokens=may_enter))
 
 
 @post(

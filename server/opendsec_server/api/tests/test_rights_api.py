@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .test_iam import SMALL, ok, refused, token
+from .test_iam import SMALL, ok, project, refused, token
 
 WRITES, ENTERS = "sandboxes:write", "sandboxes:connect"
 ROUTES = [
@@ -41,6 +41,61 @@ ROUTES = [
         )
     ),
 ]
+FOREIGN = [
+    *(
+        (method, f"{prefix}/sandboxes/{{sandbox}}{rest}")
+        for prefix, method, rest in (
+            ("/v1", "GET", ""),
+            ("/v1", "DELETE", ""),
+            ("/v1", "GET", "/transitions"),
+            ("/v1", "GET", "/metrics"),
+            ("/v1", "GET", "/console"),
+            ("/v1", "GET", "/actions"),
+            ("/v1", "GET", "/actions/a"),
+            ("/v1", "GET", "/trajectory"),
+            ("/v1", "POST", "/pause"),
+            ("/v1", "POST", "/resume"),
+            ("/v1", "POST", "/connect"),
+            ("/v1", "POST", "/fork"),
+            ("/v1", "POST", "/snapshots"),
+            ("/v1", "POST", "/pack"),
+            ("", "GET", ""),
+            ("", "DELETE", ""),
+            ("", "POST", "/pause"),
+            ("", "POST", "/resume"),
+            ("", "POST", "/fork"),
+            ("", "POST", "/snapshots"),
+            ("/v2", "POST", "/connect"),
+        )
+    ),
+    ("GET", "/v1/snapshots/{snapshot}"),
+    ("DELETE", "/v1/snapshots/{snapshot}"),
+    ("DELETE", "/templates/{snapshot}"),
+    ("GET", "/v1/batches/{batch}"),
+    ("GET", "/v1/batches/{batch}/results"),
+    ("POST", "/v1/batches/{batch}/cancel"),
+    ("GET", "/v1/builds/{build}"),
+    ("GET", "/v1/builds/{build}/logs"),
+    ("POST", "/v1/builds/{build}/cancel"),
+    ("GET", "/v1/templates/{template}"),
+    ("DELETE", "/v1/templates/{template}"),
+    ("GET", "/templates/{template}"),
+    ("GET", "/templates/{template}/tags"),
+    ("DELETE", "/templates/{template}"),
+    ("GET", "/templates/aliases/{template}"),
+    ("GET", "/templates/aliases/{alias}"),
+    ("GET", "/templates/aliases/{snapshot}"),
+    ("GET", "/templates/{template}/builds/{build}/status"),
+    ("GET", "/templates/{template}/builds/{build}/logs"),
+    ("GET", "/v1/tasks/{task}"),
+    ("POST", "/v1/tasks/{task}/kill"),
+    ("GET", "/v1/tasks/{task}/operations"),
+    ("GET", "/v1/functions/pools/{pool}"),
+    ("DELETE", "/v1/functions/pools/{pool}"),
+    ("DELETE", "/v1/tokens/{token}"),
+    ("GET", "/v1/projects/{project}"),
+    ("DELETE", "/v1/projects/{project}"),
+]
 
 
 @pytest.mark.parametrize(("method", "path", "body", "right", "second"), ROUTES)
@@ -61,6 +116,87 @@ async def test_both_are_needed(
     headers, _ = await token(http, rights=[right, second])
     answer = await http.request(method, path, json=body, headers=headers)
     assert answer.status_code != 403, answer.text
+
+
+async def test_tokens_of_sandboxes_are_for_those_who_may_enter(http: httpx.AsyncClient) -> None:
+    name = (await ok(http.post("/v1/sandboxes", json=SMALL), 201))["sandbox_id"]
+    native, e2b = f"/v1/sandboxes/{name}", f"/sandboxes/{name}"
+    for rights, seen in (
+        (["sandboxes:read", WRITES], False),
+        (["sandboxes:read", WRITES, ENTERS], True),
+    ):
+        for scope in ({}, {"sandbox_id": name}):
+            headers, _ = await token(http, rights=rights, **scope)
+            shown = [
+                await ok(http.get(native, headers=headers)),
+                await ok(http.get(e2b, headers=headers)),
+            ]
+            await ok(http.post(f"{native}/pause", json={"mode": "filesystem"}, headers=headers))
+            shown.append(await ok(http.post(f"{native}/resume", json={}, headers=headers)))
+            found = ["access_token" in one or "envdAccessToken" in one for one in shown]
+            assert found == [seen] * 3, shown
+            answer = await http.post(f"{e2b}/resume", json={}, headers=headers)
+            assert answer.status_code == (409 if seen else 403), answer.text
+
+
+async def test_what_is_of_all_projects_is_the_operators(http: httpx.AsyncClient) -> None:
+    other = (await project(http, "other"))["project_id"]
+    theirs = {"X-Project-Id": other}
+    outside = {"X-Forwarded-For": "203.0.113.7"}
+    assert (await http.get("/metrics", headers=outside)).status_code == 200
+    assert (await http.get("/metrics", headers={**outside, **theirs})).status_code == 403
+    name = (await ok(http.post("/v1/sandboxes", json=SMALL), 201))["sandbox_id"]
+    narrow, _ = await token(http, sandbox_id=name)
+    assert (await http.get("/metrics", headers={**outside, **narrow})).status_code == 403
+    for headers, hidden in ((None, False), (theirs, True)):
+        node = (await ok(http.get("/v1/info", headers=headers)))["node"]
+        assert (node["hostname"] == "" and node["sandboxes"] == 0) == hidden
+
+
+async def test_what_others_have_is_answered_like_nothing(http: httpx.AsyncClient) -> None:
+    """To the letter, but for the name that was asked for."""
+    mine = (await project(http, "mine"))["project_id"]
+    own, theirs = {"X-Project-Id": mine}, {"X-Project-Id": (await project(http, "b"))["project_id"]}
+    sandbox = (await ok(http.post("/v1/sandboxes", json=SMALL, headers=own), 201))["sandbox_id"]
+    saved = await ok(
+        http.post(f"/v1/sandboxes/{sandbox}/snapshots", json={"mode": "filesystem"}, headers=own),
+        201,
+    )
+    batch = {"sandbox": SMALL, "count": 1}
+    made = await http.post("/v1/batches?follow=false", json=batch, headers=own)
+    body = {"name": "secret"}
+    build = await ok(http.post("/v1/builds", json=body, headers=own), 201)
+    task = {"task_id": "t-1"}
+    assert (await http.post("/v1/tasks", json=task, headers=own)).status_code == 201
+    await ok(http.put("/v1/functions/pools/pool-1", json={}, headers=own))
+    _, token_id = await token(http, headers=own)
+    known = {
+        "sandbox": sandbox,
+        "snapshot": saved["id"],
+        "batch": made.json()["batch_id"],
+        "build": build["build_id"],
+        "template": build["template_id"],
+        "alias": f"{mine}%2Fsecret",
+        "task": "t-1",
+        "pool": "pool-1",
+        "token": token_id,
+        "project": mine,
+    }
+    unknown = {
+        name: value[:-1] + ("0" if value[-1] != "0" else "1") for name, value in known.items()
+    }
+    for method, path in FOREIGN:
+        answers = []
+        for names in (known, unknown):
+            answer = await http.request(method, path.format(**names), headers=theirs)
+            told = answer.json()
+            told = told.get("error", told)
+            text = told["message"].replace("%2F", "/")
+            for value in names.values():
+                text = text.replace(value.replace("%2F", "/"), "X")
+            answers.append((answer.status_code, told.get("code"), text))
+        assert answers[0] == answers[1], (method, path)
+        assert answers[0][0] == 404, (method, path, answers)
 
 
 async def test_the_document_names_all_rights(http: httpx.AsyncClient) -> None:

@@ -59,7 +59,7 @@ class Caller(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def may_enter(self) -> bool:
         """Whether the caller is shown the tokens that open a sandbox."""
-        return self.may("sandboxes:connect") or self.may("sandboxes:write")
+        return self.may("sandboxes:connect")
 
     def require(self, right: Right) -> None:
         """Go on only with a right.
