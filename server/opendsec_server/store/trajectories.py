@@ -15,6 +15,7 @@ import sqlalchemy as sa
 
 from opendsec_server.contract.errors import Fault
 
+from .leases import LEASE_S_MAX, is_over
 from .packing import plain
 from .store import Store
 from .tables import ACTIONS, SANDBOXES, TRAJECTORIES
@@ -72,6 +73,10 @@ class Action(msgspec.Struct, kw_only=True, frozen=True):
     """Of one that runs: the process that runs it."""
     lease_until: float = 0.0
     """Until when other processes leave it to that."""
+
+    def held(self, now: float) -> bool:
+        """Whether the process that runs it is taken to live: the opposite of ``is_over``."""
+        return now <= self.lease_until <= now + LEASE_S_MAX
 
     @property
     def size(self) -> int:
@@ -358,7 +363,7 @@ async def claim_actions(
         now: Unix seconds.
         lease_until: Until when others leave them alone.
     """
-    free = _C.owner.is_(None) | (_C.lease_until < now)
+    free = _C.owner.is_(None) | is_over(_C.lease_until, now)
     if seat is not None:
         free = free | _C.owner.startswith(seat, autoescape=True)
     query = (

@@ -33,7 +33,7 @@ def lease(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 async def two(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Two]:
-    lease(monkeypatch, 3_600.0)
+    lease(monkeypatch, 100.0)
     monkeypatch.setattr(runner, "RENEW_INTERVAL_S", 0.05)
     monkeypatch.setattr(runner, "RESOLVE_PATIENCE_S", 0.05)
     monkeypatch.setattr(runner, "PATIENCE_S", 0.1)
@@ -140,5 +140,5 @@ async def test_what_is_left_by_a_stop_is_taken_at_once(
     asked = await one.trajectories.act(caller, box, params, wait_s=0.01)
     assert asked.action.state == "running"
     await two.servers.pop(0).stop()
-    found = await other.trajectories.get(another, box, "w", wait_s=60)
+    found = await other.trajectories.get(another, box, "w", wait_s=50)
     assert found.state == "unknown" and slow.looked

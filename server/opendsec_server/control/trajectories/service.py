@@ -263,7 +263,7 @@ class Trajectories:
         return (
             action.state == "running"
             and self._runner.at_work(action) is None
-            and action.lease_until < time.time()
+            and not action.held(time.time())
         )
 
     async def _wait(self, action: Action, wait_s: float) -> Action:

@@ -178,3 +178,5 @@ async def test_a_running_action_is_one_processs_until_its_lease_is_over(
     assert await claim("three:y", 213.0, "three:") == names[1:]
     await rows.renew_actions(store, "three:y", begun, 0.0)
     assert await claim("one:x", 214.0) == names[1:]
+    # The clock was set back: no lease is given for so long.
+    assert await claim("two:x", 215.0 - 3_600.0) == names[1:]
