@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +21,13 @@ from opendsec_server.contract.node import GroupMembership, NetworkPolicy, Sandbo
 from opendsec_server.node.network.policy import NAMES_ADDRESS, NAMES_PORT
 from opendsec_server.node.tests.conftest import MakeNode
 from opendsec_server.node.tests.layered import busybox, make_image, store_of
-from opendsec_server.node.tests.machine import WAIT_S, CallError, NodeProcess, agent_exec
+from opendsec_server.node.tests.machine import (
+    WAIT_S,
+    CallError,
+    NodeProcess,
+    agent_exec,
+    first_process,
+)
 from opendsec_server.node.tests.test_images import sh
 from opendsec_server.node.tests.test_network import CONNECT, reach
 from opendsec_server.node.tests.test_restart import again
@@ -122,6 +131,21 @@ held = []
 for n in range(64):
     try: held.append(socket.create_connection(("169.254.0.1", 53), 0.2))
     except OSError: pass
+"""
+
+HEAR = """
+import socket
+end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+end.bind(("0.0.0.0", 7002))
+print("listening", flush=True)
+while True: print(end.recv(64), flush=True)
+"""
+
+SEND = """
+import socket, sys
+end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+end.bind((sys.argv[1], 0))
+end.sendto(sys.argv[3].encode(), (sys.argv[2], 7002))
 """
 
 KEEP_ASKING = """
@@ -379,8 +403,8 @@ async def test_node_restart(node: NodeProcess, how: str) -> None:
     assert (await ask(node, web, "late")).startswith("tcp of late for")
 
 
-async def _said(node: NodeProcess, spec: SandboxSpec, word: str) -> bool:
-    return word in (await node.exec(spec, "cat ~/said"))[1]
+async def _said(node: NodeProcess, spec: SandboxSpec, word: str, file: str = "said") -> bool:
+    return word in (await node.exec(spec, f"cat ~/{file}"))[1]
 
 
 async def test_killed_while_joining(make_node: MakeNode) -> None:
@@ -430,6 +454,31 @@ async def test_a_hostile_member(node: NodeProcess) -> None:
         return await look_up(node, evil, "web") == f"0 {addresses[0]}"
 
     await until(served_again)
+
+
+async def test_another_link_is_not_believed(node: NodeProcess) -> None:
+    """Not even a stranger without rules of its own, on a link without reverse path filter, passes
+    for a member: the host goes by link and address."""
+    group = new_group_id()
+    web = await serve(node, group, "web")
+    db = await serve(node, group, "db")
+    stranger = await serve(node, None, "stranger")
+    source, target, own = [await address_of(node, spec) for spec in (web, db, stranger)]
+    await node.exec(db, f"nohup python3 -c '{HEAR}' >~/heard 2>&1 & exit 0")
+    await until(lambda: _said(node, db, "listening", "heard"))
+    network = ipaddress.IPv4Network(node.config.network_cidr)
+    number = int(ipaddress.IPv4Address(own)) - int(network.network_address)
+    link = f"{node.config.instance}-{number}"
+    Path(f"/proc/sys/net/ipv4/conf/{link}/rp_filter").write_text("0")
+    pid = first_process(node.config, stranger.sandbox_id)
+    forge = f"nft flush ruleset; ip addr add {source}/32 dev lo; python3 -c '{SEND}' {source} "
+    for _ in range(3):
+        subprocess.run(
+            ["nsenter", "-t", str(pid), "-n", "sh", "-c", f"{forge} {target} forged"], check=True
+        )
+    await node.exec(web, f"python3 -c '{SEND}' {source} {target} honest")
+    await until(lambda: _said(node, db, "honest", "heard"))
+    assert not await _said(node, db, "forged", "heard")
 
 
 async def test_refused_memberships(node: NodeProcess) -> None:
