@@ -161,7 +161,8 @@ class Services:
                 origins=origins,
                 lifecycle=self.lifecycle,
                 ledger=ledger,
-            )
+            ),
+            seat=seat_of(config),
         )
         self.packing = Packing(node, self.lifecycle, self.metrics)
         self.trajectories = Trajectories(

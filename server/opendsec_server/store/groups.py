@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from opendsec_server.contract.errors import GroupExists
 
 from .keys import find_key, take_key
+from .leases import is_over
 from .packing import struct_of
 from .records import IdempotencyClaim
 from .store import Store
@@ -252,7 +253,7 @@ async def claim_groups(
     held: Collection[str],
     now: float,
     lease_until: float,
-    alone: bool,
+    seat: str | None,
 ) -> list[Group]:
     """Take over groups that are being started or ended and that nobody works on.
 
@@ -262,11 +263,14 @@ async def claim_groups(
         held: What it works on already.
         now: Leases that were over before are void.
         lease_until: The new ones.
-        alone: Nobody else can work on them: their leases count for nothing.
+        seat: Beginning of the owners' names that are dead for sure: those of this place's earlier
+            processes. None: none is.
     """
     wanted = sa.and_(_GROUP.state.in_(["starting", "ending"]), _GROUP.group_id.not_in(list(held)))
-    if not alone:
-        wanted = sa.and_(wanted, _GROUP.lease_until <= now)
+    free = is_over(_GROUP.lease_until, now)
+    if seat is not None:
+        free = free | _GROUP.owner.startswith(seat, autoescape=True)
+    wanted = sa.and_(wanted, free)
 
     def work(connection: sa.Connection) -> list[Group]:
         query = sa.select(GROUPS).where(wanted).order_by(_GROUP.created_at)

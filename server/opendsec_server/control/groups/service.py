@@ -89,12 +89,18 @@ class Logs(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Groups:
-    """Makes, finds, pauses, resumes and ends groups."""
+    """Makes, finds, pauses, resumes and ends groups.
 
-    def __init__(self, tools: Tools) -> None:
+    Args:
+        tools: What the work is done with.
+        seat: Name of this process's place; its successor has the same.
+    """
+
+    def __init__(self, tools: Tools, seat: str) -> None:
         self._tools = tools
         self._store: Store = tools.store
-        self._owner = random_chars(12)
+        self._seat = f"{seat}:"
+        self._owner = f"{seat}:{random_chars(12)}"
         self._running: dict[str, asyncio.Task[None]] = {}
         self._inner: dict[str, asyncio.Task[None]] = {}
         """Of those that are being started: what a kill cuts off."""
@@ -104,8 +110,7 @@ class Groups:
     async def start(self) -> None:
         """Go on with what was left half-way, and look after groups from now on."""
         with contextlib.suppress(StoreUnavailable):
-            # Nobody but us can hold a database in a file.
-            await self._claim(alone=self._store.is_sqlite)
+            await self._claim(self._seat)
         self._keeping = asyncio.create_task(self._keep(), name="groups-keep")
 
     async def stop(self) -> None:
@@ -116,7 +121,12 @@ class Groups:
             tasks.append(self._keeping)
         for task in tasks:
             task.cancel()
+        held = list(self._running)
         await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(StoreUnavailable):
+            # Others need not wait for the end of the lease.
+            for name in held:
+                await rows.renew_group(self._store, name, self._owner, 0.0)
 
     # --- callers ------------------------------------------------------------
 
@@ -387,7 +397,7 @@ class Groups:
         elif group_id not in self._running and (
             group.owner in (None, self._owner) or group.lease_until <= time.time()
         ):
-            await self._claim(alone=False)
+            await self._claim()
 
     def _spawn(self, group: Group) -> None:
         name = group.group_id
@@ -423,7 +433,7 @@ class Groups:
         while True:
             try:
                 if error is None:
-                    await rows.move_group(
+                    moved = await rows.move_group(
                         self._store,
                         group.group_id,
                         while_in=_STARTING,
@@ -431,7 +441,8 @@ class Groups:
                         ready_at=time.time(),
                         lease_until=0.0,
                     )
-                    log.info("group is up", group_id=group.group_id)
+                    if moved is not None and moved.state == "running":
+                        log.info("group is up", group_id=group.group_id)
                     return
                 log.warning("group failed", group_id=group.group_id, why=error.message)
                 text = msgspec.json.encode(error.to_dict()).decode()
@@ -491,7 +502,7 @@ class Groups:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self._claim(alone=False)
+                await self._claim()
                 for group in await rows.groups_over(self._store, time.time()):
                     await self._begin_end(group.group_id, "timeout", None)
                 now = time.monotonic()
@@ -508,7 +519,7 @@ class Groups:
             except Exception:
                 log.exception("groups not looked after")
 
-    async def _claim(self, *, alone: bool) -> None:
+    async def _claim(self, seat: str | None = None) -> None:
         now = time.time()
         for group in await rows.claim_groups(
             self._store,
@@ -516,7 +527,7 @@ class Groups:
             held=tuple(self._running),
             now=now,
             lease_until=now + LEASE_S,
-            alone=alone,
+            seat=seat,
         ):
             log.info("group goes on", group_id=group.group_id, state=group.state)
             self._spawn(group)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +26,7 @@ from opendsec_server.contract.errors import (
     SnapshotFailed,
 )
 from opendsec_server.contract.states import TERMINAL, EndReason, State
-from opendsec_server.control.groups import GroupSpec, GroupView, HealthCheck, ServiceSpec
+from opendsec_server.control.groups import GroupSpec, GroupView, HealthCheck, ServiceSpec, service
 from opendsec_server.control.groups.model import check_group, order_of
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.saving import ForkParams
@@ -486,3 +488,74 @@ async def test_killed_while_its_first_sandbox_is_being_made(
     node.gate.set()
     view = await waited(services, caller, view, "ended")
     assert view.state == "ended" and len(node.specs) == 1 and living(node) == []
+
+
+# --- two gateways on one database ---------------------------------------------
+
+
+@pytest.fixture
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "LEASE_S", 0.8)
+    monkeypatch.setattr(service, "RENEW_S", 0.1)
+    monkeypatch.setattr(service, "LOOK_S", 0.1)
+
+
+async def two_gateways(directory: Path, node: FakeNode) -> list[Services]:
+    servers: list[Services] = []
+    for name in ("one", "two"):
+        own = directory / name
+        own.mkdir()
+        for first in servers[:1]:
+            # They know the same tokens and keys.
+            for file in ("secret", "api-key"):
+                shutil.copy(first.config.state_path / file, own / file)
+        url = f"sqlite:///{directory}/shared.db"
+        servers.append(await Services.start(Config(state_dir=str(own), database_url=url), node))
+    return servers
+
+
+@pytest.mark.usefixtures("short_leases")
+async def test_another_gateway_ends_what_is_being_started(tmp_path: Path, node: FakeNode) -> None:
+    one, two = await two_gateways(tmp_path, node)
+    try:
+        node.gate = asyncio.Event()
+        view = await one.groups.create(await first_caller(one), web_and_db())
+        async with asyncio.timeout(5):
+            await node.admitted.wait()
+        other = await first_caller(two)
+        assert (await two.groups.kill(other, view.group.group_id)).state == "ending"
+        node.gate.set()
+        view = await waited(two, other, view, "ended")
+        assert view.state == "ended" and living(node) == []
+        # One that runs belongs to nobody.
+        node.gate = None
+        view = await waited(
+            one, await first_caller(one), await one.groups.create(other, web_and_db())
+        )
+        await two.groups.kill(other, view.group.group_id)
+        assert (await waited(two, other, view, "ended")).state == "ended"
+        assert living(node) == []
+    finally:
+        await one.stop()
+        await two.stop()
+
+
+@pytest.mark.usefixtures("short_leases")
+async def test_another_gateway_finishes_the_start(tmp_path: Path, node: FakeNode) -> None:
+    one, two = await two_gateways(tmp_path, node)
+    try:
+        spec = GroupSpec(services={"db": run(healthcheck=well(start_period_s=60.0))})
+        view = await one.groups.create(await first_caller(one), spec)
+        other = await first_caller(two)
+
+        async def there() -> bool:
+            now = await two.groups.get(other, view.group.group_id)
+            return now.members[0].member.state == "started"
+
+        await until(there)
+        await crash(one)
+        node.contents[next(iter(node.specs))].disk["/ready"] = "yes"
+        view = await waited(two, other, view)
+        assert view.state == "running" and len(node.specs) == 1 and len(node.begun) == 1
+    finally:
+        await two.stop()
