@@ -307,6 +307,37 @@ async def test_copy_takes_files_directories_and_wildcards(
     assert node.calls.count("pack") == count
 
 
+async def test_many_sources_are_few_calls(
+    services: Services, caller: Caller, node: FakeNode
+) -> None:
+    names = [f"file-{number:04}-{'x' * 90}" for number in range(200)]
+    files = await send(services, caller, archive(**dict.fromkeys(names, "A")))
+
+    def copy(*sources: str, style: str) -> BuildPlan:
+        step = BuildStep(
+            type="COPY", args=(sources[0], "/all/"), files_hash=files, more_sources=sources[1:]
+        )
+        return on_base(step, style=style)
+
+    # 20,000 characters of names: more than the head of one call holds.
+    build = await built(services, caller, copy(*names, style="dockerfile"))
+    assert build.state == "ready", build.error
+    assert node.calls.count("unpack") == 3
+    disk = node.images.disks[build.image or ""]
+    assert {path for path in disk if path.startswith("/all/")} == {f"/all/{n}" for n in names}
+    few = await built(services, caller, copy("file-000*", "*1-x*", style="dockerfile"))
+    assert few.state == "ready", few.error
+    assert node.calls.count("unpack") == 4
+    for sources, told in (
+        (("file-*", "none-*"), "none-*"),
+        (("y" * 8_193,), "more than 8192 characters"),
+    ):
+        for style in ("dockerfile", "e2b"):
+            failed = await built(services, caller, copy(*sources, style=style))
+            assert (failed.state, failed.error_code) == ("error", "build_failed")
+            assert told in (failed.error or ""), failed.error
+
+
 @pytest.mark.parametrize(
     ("step", "told"),
     [
@@ -793,7 +824,15 @@ async def test_files_are_there_whole_or_not_at_all(
         assert full.value.details["use"] == 4
     await uploads.receive("another", "b" * 64, short(), length_bytes=4)
     uploads.project_bytes_max = 8
-    both = (uploads.receive(caller.project_id, c * 64, short(), length_bytes=None) for c in "cd")
+    begun: list[None] = []
+
+    async def together() -> AsyncIterator[bytes]:
+        begun.append(None)
+        while len(begun) < 2:
+            await asyncio.sleep(0.001)
+        yield b"half"
+
+    both = (uploads.receive(caller.project_id, c * 64, together(), length_bytes=None) for c in "cd")
     got = await asyncio.gather(*both, return_exceptions=True)
     assert [type(one) for one in got].count(QuotaExceeded) >= 1
     assert len(list(folder.iterdir())) <= 2
