@@ -297,6 +297,57 @@ async def test_a_resume_that_waits_for_its_node_has_its_place(
     await make(services, caller)
 
 
+async def test_a_resume_that_is_cut_off_gives_its_place_back(
+    services: Services, caller: Caller
+) -> None:
+    await limit(services, 1)
+    name = await make(services, caller)
+    record = (await services.lifecycle.pause(caller, name, "full")).record
+    begun = asyncio.Event()
+
+    async def resume() -> None:
+        assert await services.lifecycle.take_places([record]) == [None]
+        async with services.lifecycle.place_of(name):
+            begun.set()
+            await asyncio.Event().wait()
+
+    for other in (False, True):
+        begun.clear()
+        task = asyncio.create_task(resume())
+        await begun.wait()
+        if other:
+            # Two for one sandbox: it has its place until the last has gone.
+            assert await services.lifecycle.take_places([record]) == [None]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.gather(*services.lifecycle._left.tasks)
+        if not other:
+            await services.lifecycle.kill(caller, await make(services, caller))
+    with pytest.raises(QuotaExceeded):
+        await make(services, caller)
+    services.lifecycle.leave_place(name)
+    await asyncio.gather(*services.lifecycle._left.tasks)
+    await make(services, caller)
+
+
+async def test_places_of_a_killed_server_are_free_at_the_next_start(
+    config: Config, node: FakeNode
+) -> None:
+    services = await Services.start(config, node)
+    caller = await first_caller(services)
+    await limit(services, 1)
+    name = await make(services, caller)
+    record = (await services.lifecycle.pause(caller, name, "full")).record
+    assert await services.lifecycle.take_places([record]) == [None]
+    await services.stop()
+    services = await Services.start(config, node)
+    try:
+        await make(services, await first_caller(services))
+    finally:
+        await services.stop()
+
+
 async def test_store_down_while_pausing(
     services: Services, node: FakeNode, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
