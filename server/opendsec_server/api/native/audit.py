@@ -22,7 +22,11 @@ _FILTERS = (
     Parameter(
         name="actor", description="Principal, or key of a project.", schema={"type": "string"}
     ),
-    Parameter(name="object", description="What calls were about.", schema={"type": "string"}),
+    Parameter(
+        name="object",
+        description="What calls were about: all of it, or one of several.",
+        schema={"type": "string"},
+    ),
     Parameter(name="outcome", description="`ok`, or an error's code.", schema={"type": "string"}),
     Parameter(name="since", description="Unix seconds.", schema={"type": "number"}),
     Parameter(name="until", description="Unix seconds.", schema={"type": "number"}),
