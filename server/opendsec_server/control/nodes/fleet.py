@@ -445,9 +445,7 @@ class Fleet:
         """
         member.check()
         info = await member.client.set_marks(labels=labels, draining=draining)
-        member.standing.labels = info.labels
-        member.standing.draining = info.draining
-        member.info = info
+        member.marked(info)
         return info
 
     async def _each(

@@ -54,6 +54,8 @@ class Member:
         """How long the last good poll took."""
         self.wake = asyncio.Event()
         """Set: poll at once."""
+        self._marked_at = float("-inf")
+        """Monotonic time at which its marks were last changed by this process."""
 
     @property
     def node_id(self) -> str | None:
@@ -93,6 +95,14 @@ class Member:
                 retry_after_s=2,
             )
 
+    def marked(self, info: NodeInfo) -> None:
+        """Take over marks that were changed a moment ago. Reports that were asked for before do
+        not say otherwise."""
+        self._marked_at = time.monotonic()
+        self.standing.labels = info.labels
+        self.standing.draining = info.draining
+        self.info = info
+
     async def poll(self) -> bool:
         """Ask for a report. True: its health has changed."""
         before = self.standing.health
@@ -124,6 +134,10 @@ class Member:
             # Another machine at the address: what was known of the first is not true of it.
             self._failed(asked_at, f"it says that it is node {info.node_id}")
             return
+        if self.info is not None and asked_at < self._marked_at:
+            info = msgspec.structs.replace(
+                info, labels=self.info.labels, draining=self.info.draining
+            )
         standing = self.standing
         standing.node_id = info.node_id
         standing.draining = info.draining
