@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from opendsec import (
+    AsyncClient,
     Client,
     Group,
     GroupExists,
@@ -345,6 +346,16 @@ def test_programs_of_images(client: Client, registry: Registry, tmp_path: Path) 
         "asks": "completed",
         "last": "started",
     }
+
+
+async def test_the_async_half(own_server: Server) -> None:
+    async with AsyncClient(base_url=own_server.url, api_key=own_server.api_key) as client:
+        group = await client.groups.create({"web": SMALL, "db": DB}, name="async")
+        said = await group.sandboxes["web"].exec(python(ASK, "db", "set", "x", "y"), check=True)
+        assert said.stdout == "y\n"
+        assert [one.name async for one in client.groups.list(states=["running"])] == ["async"]
+        assert (await group.kill()).state == "ended"
+        assert [info async for info in client.list()] == []
 
 
 def test_its_time_is_over(client: Client) -> None:
