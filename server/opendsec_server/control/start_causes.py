@@ -32,7 +32,7 @@ _REASONS: tuple[tuple[type[OpendsecError], EndReason], ...] = (
 
 def reason_of(error: OpendsecError) -> EndReason:
     """What the record of a sandbox is to say that did not start because of this."""
-    if error.details.get("ended") == EndReason.OOM:
+    if error.details.get("oom_kills"):
         return EndReason.OOM
     return next(
         (reason for kind, reason in _REASONS if isinstance(error, kind)), EndReason.START_FAILED

@@ -292,16 +292,23 @@ class Lifecycle:
             )
 
     def _add_evidence(self, box: Sandbox, error: OpendsecError) -> None:
-        """How its first process ended, if that is why it did not start."""
-        if box.pidfd is None or not process.has_ended(box.pidfd):
+        """How its first process ended, and what was killed at its memory limit, if that is why it
+        did not start."""
+        if box.pidfd is None:
             return
-        if box.exit_code is None:
-            box.exit_code = process.reap(box.pidfd)
-        ended, evidence = self.backend_of(box).why_ended(box)
-        error.details |= {"ended": ended, "evidence": evidence}
-        if ended is EndReason.OOM:
+        if process.has_ended(box.pidfd):
+            if box.exit_code is None:
+                box.exit_code = process.reap(box.pidfd)
+            error.details["ended"], error.details["evidence"] = self.backend_of(box).why_ended(box)
+        kills = self.backend_of(box).memory_kills(box)
+        if kills:
             # Its limit is too small for what it starts.
             error.fault, error.retryable = "user", False
+            error.details |= {"oom_kills": kills, "memory_mb": box.spec.memory_mb}
+            error.message += (
+                f"; the kernel killed {kills} of its processes at the limit of "
+                f"{box.spec.memory_mb} MiB"
+            )
 
     async def _start_failed(self, box: Sandbox, exc: Exception) -> None:
         if isinstance(exc, _AbortedError) or box.abort_reason is not None:

@@ -322,7 +322,7 @@ class _StartCommandFailed(SandboxStartFailed):
         (ImageNotFound("gone"), "image_pull", "user"),
         (RegistryLimited("slow down"), "image_pull", "capacity"),
         (RegistryUnavailable("away"), "image_pull", "platform"),
-        (SandboxStartFailed("died", details={"ended": "oom"}), "oom", "platform"),
+        (_StartCommandFailed("status 137", details={"oom_kills": 1}), "oom", "user"),
         (StateConflict("killed"), "killed", None),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -134,6 +134,10 @@ class Backend(Protocol):
     def why_ended(self, box: Sandbox) -> tuple[EndReason, str]:
         """Why its first process ended by itself, with the evidence in a sentence."""
 
+    def memory_kills(self, box: Sandbox) -> int:
+        """How many of its programs the kernel killed at its memory limit, as far as that is seen
+        from outside."""
+
     def console_socket(self, box: Sandbox, kind: ConsoleKind) -> Path:
         """Where a running sandbox's console or screen is served. Only with the capability
         ``console``."""

@@ -114,6 +114,10 @@ class ContainerBackend:
         """By the memory limit, by a signal, or by itself."""
         return why_ended(self._cgroups, box)
 
+    def memory_kills(self, box: Sandbox) -> int:
+        """By its control group."""
+        return self._cgroups.oom_kills(box.sandbox_id)
+
     def console_socket(self, box: Sandbox, kind: ConsoleKind) -> Path:
         """Never asked: there is none."""
         raise NotImplementedError

@@ -176,6 +176,10 @@ class MicrovmBackend:
         self._vmm.adopt(self._paths.machine_run(box.sandbox_id), box.record.pid)
         return True
 
+    def memory_kills(self, box: Sandbox) -> int:
+        """Its own kernel's kills are not seen here; the control group's are those of its VMM."""
+        return 0
+
     def why_ended(self, box: Sandbox) -> tuple[EndReason, str]:
         """By what the guest said last, or by how the VMM ended."""
         console = self._vmm.console_tail(self._paths.machine_run(box.sandbox_id)).strip()

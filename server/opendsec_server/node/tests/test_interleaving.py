@@ -178,6 +178,9 @@ class Machine:
     def memory_bytes(self, box: Sandbox) -> int:
         return 1
 
+    def memory_kills(self, box: Sandbox) -> int:
+        return 0
+
     def why_ended(self, box: Sandbox) -> tuple[EndReason, str]:
         return EndReason.EXITED, "it died"
 

@@ -88,6 +88,7 @@ async def test_one_that_goes_into_the_background(node: NodeProcess) -> None:
     [
         (sh("echo no luck >&2; exit 7", port=1), "sandbox_start_failed", ["status 7", "no luck"]),
         (sh("kill -9 $$", command="false"), "sandbox_start_failed", ["signal 9"]),
+        (sh("tail /dev/zero; exit $?", port=1), "sandbox_start_failed", ["137", "at the limit of"]),
         (sh("echo hm; sleep 99", port=1, timeout_s=1), "start_timeout", ["1 s", "port 1", "hm"]),
         (
             server(url="http://localhost:8123/sick", timeout_s=2),

@@ -12,7 +12,7 @@ from opendsec_server.node.start import StartCommandFailed, StartCommandTimeout
 
 
 def of_one_machine() -> OpendsecError:
-    error = SandboxStartFailed("its agent was killed", details={"ended": "oom"})
+    error = SandboxStartFailed("its agent was killed", details={"oom_kills": 2})
     error.fault, error.retryable = "user", False
     return error
 
