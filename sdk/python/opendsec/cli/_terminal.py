@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import sys
 import termios
@@ -20,6 +19,8 @@ from opendsec import OpendsecError, Pty, Sandbox
 from . import _exit
 
 READ_BYTES = 16 * 1024
+SIZE_UNKNOWN = (80, 24)
+"""Taken for a terminal that does not tell its size, such as a serial line."""
 _RESIZE = b"w"
 _STOP = b"q"
 
@@ -36,7 +37,7 @@ def interactive(
     """Run until the program ends; return its exit code. The terminal is always restored."""
     if not os.isatty(0):
         raise _exit.Refused("standard input is not a terminal; leave out -t.")
-    cols, rows = shutil.get_terminal_size()
+    size = cols, rows = _size()
     term = os.environ.get("TERM", "xterm-256color")
     pty = sandbox.pty(
         command,
@@ -47,12 +48,19 @@ def interactive(
         env={"TERM": term, **(env or {})},
         timeout_s=timeout_s,
     )
-    with pty, _raw_mode(), _keyboard(pty):
+    with pty, _raw_mode(), _keyboard(pty, size):
         for event in pty:
             _write_all(event.data)
     result = pty.result
     assert result is not None
     return result.exit_code
+
+
+def _size() -> tuple[int, int]:
+    """Columns and rows of the terminal itself. ``COLUMNS`` and ``LINES`` are not asked: whoever
+    exported them does not change them when the window changes."""
+    cols, rows = os.get_terminal_size(0)
+    return (cols, rows) if cols and rows else SIZE_UNKNOWN
 
 
 @contextmanager
@@ -67,8 +75,13 @@ def _raw_mode() -> Iterator[None]:
 
 
 @contextmanager
-def _keyboard(pty: Pty) -> Iterator[None]:
-    """Send keys and window sizes from a thread of their own while the block reads output."""
+def _keyboard(pty: Pty, size: tuple[int, int]) -> Iterator[None]:
+    """Send keys and window sizes from a thread of their own while the block reads output.
+
+    Args:
+        pty: Where to.
+        size: What it has been told.
+    """
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
 
@@ -81,6 +94,8 @@ def _keyboard(pty: Pty) -> Iterator[None]:
         target=_send_keys, args=(pty, wake_read), name="opendsec-keyboard", daemon=True
     )
     before = signal.signal(signal.SIGWINCH, on_resize)
+    if _size() != size:  # It changed before there was someone to hear of it.
+        os.write(wake_write, _RESIZE)
     thread.start()
     try:
         yield
@@ -102,8 +117,7 @@ def _send_keys(pty: Pty, wake_read: int) -> None:
                 wakes = os.read(wake_read, READ_BYTES)
                 if _STOP in wakes:
                     return
-                cols, rows = shutil.get_terminal_size()
-                pty.resize(cols, rows)
+                pty.resize(*_size())
             if 0 in ready:
                 keys = os.read(0, READ_BYTES)
                 if not keys:

@@ -40,14 +40,16 @@ def ready(server: FakeServer, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> 
 class Terminal:
     """A program on a terminal that a test can type on and read from."""
 
-    def __init__(self, server: FakeServer, agent: Agent, *args: str) -> None:
+    def __init__(
+        self, server: FakeServer, agent: Agent, *args: str, env: dict[str, str] | None
+    ) -> None:
         self.master, slave = pty.openpty()
         self.resize(80, 24, signal_child=False)
         self.before = termios.tcgetattr(slave)
         self.slave = slave
         self.process = subprocess.Popen(
             [sys.executable, "-m", "opendsec.cli.main", *args],
-            env=environment(server, OPENDSEC_SANDBOX_URL=agent.url, TERM="xterm"),
+            env=environment(server, OPENDSEC_SANDBOX_URL=agent.url, TERM="xterm", **(env or {})),
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -92,15 +94,22 @@ def terminals(ready: FakeServer, agent: Agent) -> Iterator[contextlib.ExitStack]
 
 
 def open_terminal(
-    stack: contextlib.ExitStack, ready: FakeServer, agent: Agent, *args: str
+    stack: contextlib.ExitStack,
+    ready: FakeServer,
+    agent: Agent,
+    *args: str,
+    env: dict[str, str] | None = None,
 ) -> Terminal:
-    terminal = Terminal(ready, agent, *args)
+    terminal = Terminal(ready, agent, *args, env=env)
     stack.callback(terminal.close)
     return terminal
 
 
 def test_shell_session(ready: FakeServer, agent: Agent, terminals: contextlib.ExitStack) -> None:
-    t = open_terminal(terminals, ready, agent, "exec", "-it", SANDBOX_ID, "bash", "--norc")
+    t = open_terminal(
+        terminals, ready, agent, "exec", "-it", SANDBOX_ID, "bash", "--norc",
+        env={"COLUMNS": "99", "LINES": "9"},  # not the terminal's own size: not taken for it
+    )  # fmt: skip
     t.type("stty size; echo first-$((1 + 1))\n")
     t.expect("24 80")
     t.expect("first-2")
