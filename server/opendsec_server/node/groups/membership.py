@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
@@ -34,6 +35,8 @@ log = structlog.get_logger("opendsec.node")
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _NAME_RE = re.compile(rf"(?:{_LABEL})(?:\.{_LABEL})*", re.IGNORECASE)
 _NAME_CHARS_MAX = 253
+_TIDY_AFTER_S = 0.2
+"""How long after a member has gone the others forget its address: groups often end as one."""
 
 
 def check(group: GroupMembership) -> None:
@@ -124,6 +127,11 @@ class Groups:
         self._slots = slots
         self._groups: dict[_Key, _Group] = {}
         self._upstream = Upstream(lambda: self.resolvers())
+        self._closing: dict[str, set[rules.Way]] = {}
+        self._closed_next: set[rules.Way] = set()
+        self._closing_ways = asyncio.Lock()
+        self._untidy: set[_Key] = set()
+        self._tidier: asyncio.Task[None] | None = None
 
     # --- coming and going ---------------------------------------------------
 
@@ -148,8 +156,9 @@ class Groups:
             member = group.members[box.sandbox_id] = _Member(box, box.slot)
             try:
                 await self._on_host(rules.connect(self._instance, self._ways(member, others)))
-                await self._open_inside(group, member)
-                await asyncio.gather(*(self._refresh_peers(group, other) for other in others))
+                await self._open_inside(group, member, fresh=True)
+                told = rules.add_peers([member.slot.address])
+                await asyncio.gather(*(self._tell(other, told) for other in others))
             except SlotMakerError as exc:
                 raise SandboxStartFailed(f"cannot connect it with its group: {exc}") from exc
 
@@ -163,14 +172,26 @@ class Groups:
         if key is None:
             return
         async with self._locked(key) as group:
-            member = group.members.get(box.sandbox_id)
-            if member is None:
-                return
-            _close(member)
-            others = [other for other in group.members.values() if other is not member]
-            await self._on_host(rules.disconnect(self._instance, self._ways(member, others)))
-            del group.members[box.sandbox_id]
-            await asyncio.gather(*(self._refresh_peers(group, other) for other in others))
+            member = group.members.pop(box.sandbox_id, None)
+            if member is not None:
+                _close(member)
+                ways = self._ways(member, group.members.values())
+                self._closing[box.sandbox_id] = set(ways)
+                if group.members:
+                    self._tidy_soon(key)
+        # Without the lock: those who go together go in one transaction.
+        closing = self._closing.get(box.sandbox_id)
+        if closing is not None:
+            await self._close_ways(closing)
+            self._closing.pop(box.sandbox_id, None)
+
+    async def _close_ways(self, ways: set[rules.Way]) -> None:
+        self._closed_next |= ways
+        async with self._closing_ways:
+            while self._closed_next:
+                some = set(itertools.islice(self._closed_next, rules.WAYS_AT_ONCE_MAX))
+                await self._on_host(rules.disconnect(self._instance, some))
+                self._closed_next -= some
 
     def show(self, box: Sandbox) -> None:
         """Let the others find it by its names."""
@@ -195,12 +216,17 @@ class Groups:
             if key is not None and box.slot is not None:
                 group = self._groups.setdefault(key, _Group())
                 group.members[box.sandbox_id] = _Member(box, box.slot, shown=True)
+        ways = [
+            way
+            for group in self._groups.values()
+            for count, member in enumerate(group.members.values())
+            for way in self._ways(member, list(group.members.values())[:count])
+        ]
         commands = rules.disconnect_all(self._instance)
-        for group in self._groups.values():
-            members = list(group.members.values())
-            for count, member in enumerate(members):
-                commands += rules.connect(self._instance, self._ways(member, members[:count]))
-        await self._on_host(commands)
+        for start in range(0, max(1, len(ways)), rules.WAYS_AT_ONCE_MAX):
+            some = ways[start : start + rules.WAYS_AT_ONCE_MAX]
+            await self._on_host(commands + rules.connect(self._instance, some))
+            commands = ""
         await asyncio.gather(
             *(
                 self._reopen(group, member)
@@ -211,6 +237,8 @@ class Groups:
 
     def stop(self) -> None:
         """Answer no more questions. What is connected stays so."""
+        if self._tidier is not None:
+            self._tidier.cancel()
         for group in self._groups.values():
             for member in group.members.values():
                 _close(member)
@@ -242,10 +270,9 @@ class Groups:
     def _end_of(self, member: _Member) -> rules.End:
         return self._slots.link_of(member.slot.number), member.slot.address
 
-    def _ways(
-        self, member: _Member, others: Sequence[_Member]
-    ) -> list[tuple[rules.End, rules.End]]:
-        return [(self._end_of(member), self._end_of(other)) for other in others]
+    def _ways(self, member: _Member, others: Iterable[_Member]) -> list[rules.Way]:
+        end = self._end_of(member)
+        return [rules.way(end, self._end_of(other)) for other in others]
 
     async def _on_host(self, commands: str) -> None:
         if commands:
@@ -259,7 +286,7 @@ class Groups:
             forwarded_ruleset=forwarded_ruleset,
         )
 
-    async def _open_inside(self, group: _Group, member: _Member) -> None:
+    async def _open_inside(self, group: _Group, member: _Member, *, fresh: bool) -> None:
         """Its own namespace: who its peers are, and an answerer for its questions."""
         _answer, fds = await self._slots.maker.ask("listen", fds=(member.slot.netns_fd,))
         datagrams, listener = (socket.socket(fileno=fd) for fd in fds)
@@ -269,28 +296,42 @@ class Groups:
             lambda: _may_ask_host(member.box),
             self._upstream,
         )
-        peers = rules.peers_inside(_peers(group, member))
+        write = rules.add_peers if fresh else rules.replace_peers
+        peers = write(_peers(group, member))
         await self._inside(
             member,
-            peers + rules.names_inside(forwarded=False),
-            peers + rules.names_inside(forwarded=True),
+            peers + rules.names_inside(forwarded=False, fresh=fresh),
+            peers + rules.names_inside(forwarded=True, fresh=fresh),
         )
 
     async def _reopen(self, group: _Group, member: _Member) -> None:
         """Of an adopted member: what fails is its own, and keeps no other from being served."""
         try:
-            await self._open_inside(group, member)
+            await self._open_inside(group, member, fresh=False)
         except SlotMakerError as exc:
             log.error("group member", sandbox_id=member.box.sandbox_id, error=str(exc))
-            await self._refresh_peers(group, member)
+            await self._tell(member, rules.replace_peers(_peers(group, member)))
 
-    async def _refresh_peers(self, group: _Group, member: _Member) -> None:
+    async def _tell(self, member: _Member, commands: str) -> None:
         """The host has decided already; a member that is just ending needs to know nothing."""
-        commands = rules.peers_inside(_peers(group, member))
         try:
             await self._inside(member, commands, commands)
         except SlotMakerError as exc:
             log.warning("group member", sandbox_id=member.box.sandbox_id, error=str(exc))
+
+    def _tidy_soon(self, key: _Key) -> None:
+        self._untidy.add(key)
+        if self._tidier is None or self._tidier.done():
+            self._tidier = asyncio.create_task(self._tidy(), name="groups-tidy")
+
+    async def _tidy(self) -> None:
+        """Let members forget those who have gone: the host drops what the others would refuse."""
+        while self._untidy:
+            await asyncio.sleep(_TIDY_AFTER_S)
+            key = self._untidy.pop()
+            async with self._locked(key) as group:
+                for member in group.members.values():
+                    await self._tell(member, rules.replace_peers(_peers(group, member)))
 
 
 def _close(member: _Member) -> None:

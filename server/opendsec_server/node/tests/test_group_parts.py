@@ -121,10 +121,13 @@ def test_commands() -> None:
     undone = rules.disconnect("od", [(ends[0], ends[1])]).splitlines()
     assert undone == [made.strip(), made.strip().replace("add ", "delete ", 1)]
     assert rules.connect("od", []) == rules.disconnect("od", []) == ""
-    assert rules.peers_inside([]) == "flush set inet sandbox peers\n"
-    assert "{ 10.0.0.1, 10.0.0.2 }" in rules.peers_inside(["10.0.0.2", "10.0.0.1"])
+    assert rules.way(*ends) == rules.way(*reversed(ends))
+    assert rules.replace_peers([]) == "flush set inet sandbox peers\n"
+    assert "{ 10.0.0.1, 10.0.0.2 }" in rules.replace_peers(["10.0.0.2", "10.0.0.1"])
     for forwarded in (True, False):
-        commands = rules.names_inside(forwarded=forwarded)
+        fresh = rules.names_inside(forwarded=forwarded, fresh=True)
+        assert "flush" not in fresh, "to let go of something is slow"
+        commands = rules.names_inside(forwarded=forwarded, fresh=False)
         assert f"names {{ {', '.join(RESOLVERS)} }}" in commands
         assert not [closed for closed in METADATA if closed in commands]
 
