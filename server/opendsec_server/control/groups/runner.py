@@ -17,8 +17,11 @@ import structlog
 
 from opendsec_server.contract.errors import (
     GroupUnhealthy,
+    IdempotencyInProgress,
+    IdempotencyOutcomeUnknown,
     Internal,
     NodeFull,
+    NodeUnavailable,
     OpendsecError,
     SandboxNotFound,
     StartTimeout,
@@ -227,10 +230,21 @@ class Runner:
         await self._note(name, state="starting")
         params = params_of(self._spec, self._group.group_id, name, node_id)
         key = rows.member_key(self._group.group_id, name)
-        # It goes on when this process gives the group up, and is waited for then.
-        task = asyncio.create_task(self._tools.creates.create(caller, params, key=key))
-        self._making[name] = task
-        record = (await asyncio.shield(task)).record
+        over_at = time.monotonic() + program.PATIENCE_S
+        while True:
+            # It goes on when this process gives the group up, and is waited for then.
+            task = asyncio.create_task(self._tools.creates.create(caller, params, key=key))
+            self._making[name] = task
+            try:
+                record = (await asyncio.shield(task)).record
+                break
+            except (IdempotencyInProgress, IdempotencyOutcomeUnknown, StoreUnavailable) as exc:
+                # Of a process before this one, or not known at the moment. The key finds it again.
+                log.info("member not made yet", service=name, why=exc.message)
+            except NodeUnavailable:
+                if time.monotonic() >= over_at:
+                    raise
+            await asyncio.sleep(program.RETRY_S)
         await self._note(name, sandbox_id=record.sandbox_id)
         return record
 
@@ -308,12 +322,18 @@ class Runner:
         if sandbox_id is not None and isinstance(exc, SandboxNotFound | StateConflict):
             exc = await program.why_gone(self._store, sandbox_id)
         error = _of_service(exc, name, sandbox_id)
-        if not isinstance(exc, StoreUnavailable):
-            await self._note(name, state="failed", message=error.message)
+        await self._note(name, state="failed", message=error.message)
         return error
 
     async def _note(self, name: str, **values: Any) -> None:
-        await rows.set_member(self._store, self._group.group_id, name, **values)
+        while True:
+            try:
+                await rows.set_member(self._store, self._group.group_id, name, **values)
+                return
+            except StoreUnavailable as exc:
+                # Until the group's time to start is over.
+                log.warning("group waits for the store", why=exc.message)
+                await asyncio.sleep(program.RETRY_S)
 
     # --- down ---------------------------------------------------------------
 

@@ -26,7 +26,15 @@ from opendsec_server.contract.errors import (
     SnapshotFailed,
 )
 from opendsec_server.contract.states import TERMINAL, EndReason, State
-from opendsec_server.control.groups import GroupSpec, GroupView, HealthCheck, ServiceSpec, service
+from opendsec_server.control import creates
+from opendsec_server.control.groups import (
+    GroupSpec,
+    GroupView,
+    HealthCheck,
+    ServiceSpec,
+    program,
+    service,
+)
 from opendsec_server.control.groups.model import check_group, order_of
 from opendsec_server.control.iam import Caller
 from opendsec_server.control.saving import ForkParams
@@ -34,6 +42,7 @@ from opendsec_server.control.services import Services
 
 from .conftest import first_caller
 from .fake_node import FakeNode
+from .store_faults import broken_store
 from .test_batches import limit
 
 
@@ -559,3 +568,43 @@ async def test_another_gateway_finishes_the_start(tmp_path: Path, node: FakeNode
         assert view.state == "running" and len(node.specs) == 1 and len(node.begun) == 1
     finally:
         await two.stop()
+
+
+@pytest.mark.usefixtures("short_leases")
+async def test_another_gateway_waits_for_a_create_that_it_did_not_begin(
+    tmp_path: Path, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(creates, "FOREIGN_ATTEMPT_S", 1.0)
+    monkeypatch.setattr(program, "RETRY_S", 0.1)
+    one, two = await two_gateways(tmp_path, node)
+    try:
+        node.gate = asyncio.Event()
+        view = await one.groups.create(await first_caller(one), web_and_db())
+        async with asyncio.timeout(5):
+            await node.admitted.wait()
+        await crash(one)
+        node.gate.set()
+        view = await waited(two, await first_caller(two), view)
+        assert view.state == "running"
+        assert len(node.specs) == len(living(node)) == 2
+    finally:
+        await two.stop()
+
+
+async def test_a_store_that_is_away_for_a_while(services: Services, caller: Caller) -> None:
+    check = well(start_period_s=60.0)
+    spec = GroupSpec(services={"db": run(healthcheck=check)})
+    view = await services.groups.create(caller, spec)
+
+    async def failed_once() -> bool:
+        now = await services.groups.get(caller, view.group.group_id)
+        return now.members[0].member.message is not None
+
+    await until(failed_once)
+    record = (await services.groups.get(caller, view.group.group_id)).members[0].record
+    assert record is not None
+    with broken_store(services):
+        node = services.fleet
+        await node.exec(record.sandbox_id, ("write /ready yes",), timeout_s=1).__anext__()
+        await asyncio.sleep(0.3)
+    assert (await waited(services, caller, view)).state == "running"
