@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ._async._tasks import AsyncTaskOperation, AsyncTasks
     from ._async._templates import AsyncTemplates
     from ._async._trajectories import AsyncActions, AsyncTrajectories
-    from ._batch_models import BatchInfo, BulkCommandResult, BulkOutcome
+    from ._batch_models import BatchFailure, BatchInfo, BulkCommandResult, BulkOutcome
     from ._errors import (
         ActionInProgress,
         ActionMismatch,
@@ -268,6 +268,7 @@ __all__ = [
     "BadResponse",
     "Batch",
     "BatchCancelled",
+    "BatchFailure",
     "BatchInfo",
     "BatchItem",
     "BatchNotFound",
@@ -444,7 +445,7 @@ __all__ = [
 _HOMES = {
     "._async._account": ("AsyncApiKeys",),
     "._async._batches": ("AsyncBatch", "AsyncBatchItem", "AsyncBatches"),
-    "._batch_models": ("BatchInfo", "BulkCommandResult", "BulkOutcome"),
+    "._batch_models": ("BatchFailure", "BatchInfo", "BulkCommandResult", "BulkOutcome"),
     "._options": ("SandboxOptions",),
     "._sync._batches": ("Batch", "BatchItem", "Batches"),
     "._async._client": ("AsyncClient",),

@@ -10,6 +10,19 @@ import msgspec
 from ._errors import OpendsecError
 
 
+class BatchFailure(msgspec.Struct, kw_only=True, frozen=True):
+    """Items of a batch that failed for the same cause.
+
+    Attributes:
+        code: Of their errors.
+        fault: ``user``, ``platform`` or ``capacity``.
+    """
+
+    code: str
+    fault: str
+    count: int
+
+
 class BatchInfo(msgspec.Struct, kw_only=True, frozen=True):
     """A batch of creates. ``asked`` is the sum of ``made``, ``failed``, ``starting`` and
     ``waiting``.
@@ -20,6 +33,7 @@ class BatchInfo(msgspec.Struct, kw_only=True, frozen=True):
         failed: Items that came out as an error.
         starting: Items that have begun.
         waiting: Items whose turn has not come.
+        failures: The failed ones by cause, most frequent first; None in lists.
     """
 
     batch_id: str
@@ -33,6 +47,7 @@ class BatchInfo(msgspec.Struct, kw_only=True, frozen=True):
     created_at: datetime | None = None
     cancelled_at: datetime | None = None
     finished_at: datetime | None = None
+    failures: list[BatchFailure] | None = None
 
     @property
     def done(self) -> bool:

@@ -7,13 +7,14 @@ has one, from it on none has. So a batch and an index name one sandbox at most, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
-from opendsec_server.contract.errors import Forbidden, TaskPaused
+from opendsec_server.contract.errors import Fault, Forbidden, TaskPaused
 
 from .keys import find_key, settle_key, take_key
 from .leases import is_over
@@ -132,6 +133,24 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
     """None: it was made."""
 
 
+class _Cause(msgspec.Struct):
+    """Of an item's error, what is counted."""
+
+    code: str
+    fault: Fault
+
+
+_cause_of = msgspec.json.Decoder(_Cause).decode
+
+
+class Failure(msgspec.Struct, kw_only=True, frozen=True):
+    """How many items of a batch failed for the same cause."""
+
+    code: str
+    fault: Fault
+    count: int
+
+
 class Beginning(msgspec.Struct, kw_only=True, frozen=True):
     """The next items of a batch, in order, that are to begin."""
 
@@ -209,6 +228,27 @@ async def find_batch(
 async def get_batch(store: Store, batch_id: str) -> Batch | None:
     """One batch."""
     return await store.read(lambda connection: _get(connection, batch_id))
+
+
+async def failures_of(store: Store, batch_id: str) -> list[Failure]:
+    """The failed items of a batch by cause, most frequent first."""
+    query = (
+        sa.select(BATCH_ITEMS.c.error, sa.func.count())
+        .where(BATCH_ITEMS.c.batch_id == batch_id, BATCH_ITEMS.c.error.is_not(None))
+        .group_by(BATCH_ITEMS.c.error)
+    )
+
+    def work(connection: sa.Connection) -> list[Failure]:
+        found: Counter[tuple[str, Fault]] = Counter()
+        for error, count in connection.execute(query):
+            cause = _cause_of(error)
+            found[cause.code, cause.fault] += count
+        return [
+            Failure(code=code, fault=fault, count=count)
+            for (code, fault), count in found.most_common()
+        ]
+
+    return await store.read(work)
 
 
 async def project_of(store: Store, batch: Batch) -> Project | None:

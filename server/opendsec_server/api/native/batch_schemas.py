@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from opendsec_server.contract import limits
+from opendsec_server.contract.errors import Fault
 
 from .schemas import CreateSandbox, Error, Labels, Sandbox, TimeoutS
 
@@ -45,6 +46,14 @@ class CreateBatch(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     ] = limits.BATCH_WAIT_S_DEFAULT
 
 
+class BatchFailure(Struct, kw_only=True, frozen=True):
+    """Items of a batch that failed for the same cause."""
+
+    code: Annotated[str, Meta(description="Of their errors.", examples=["quota_exceeded"])]
+    fault: Fault
+    count: int
+
+
 class Batch(Struct, kw_only=True, frozen=True):
     """Many creates asked for in one call. Always: `asked` = `made` + `failed` + `starting` +
     `waiting`."""
@@ -60,6 +69,12 @@ class Batch(Struct, kw_only=True, frozen=True):
     created_at: str
     cancelled_at: str | None
     finished_at: str | None
+    failures: Annotated[
+        list[BatchFailure] | None,
+        Meta(
+            description="The failed ones by cause, most frequent first. Null in lists and in lines."
+        ),
+    ] = None
 
 
 class BatchList(Struct, kw_only=True, frozen=True):

@@ -143,8 +143,13 @@ async def list_batches(request: Request) -> Response[bytes]:
     ),
 )
 async def get_batch(request: Request, batch_id: FromPath[str]) -> Response[bytes]:
-    batch = await services_of(request).batches.get(caller_of(request), segment(batch_id))
-    return answer(batch_of(batch))
+    batches = services_of(request).batches
+    batch = await batches.get(caller_of(request), segment(batch_id))
+    failures = [
+        schemas.BatchFailure(code=one.code, fault=one.fault, count=one.count)
+        for one in await batches.failures(batch)
+    ]
+    return answer(msgspec.structs.replace(batch_of(batch), failures=failures))
 
 
 @get(

@@ -65,6 +65,7 @@ async def test_a_batch_from_its_call_to_its_end(http: httpx.AsyncClient, plane: 
     shown = (await http.get(f"/v1/batches/{name}")).json()
     assert (shown["state"], shown["made"], shown["failed"]) == ("done", 2, 1)
     assert (shown["starting"], shown["waiting"]) == (0, 0) and shown["finished_at"]
+    assert shown["failures"] == [{"code": "template_not_found", "fault": "user", "count": 1}]
     _, *rest, end = lines(await http.get(f"/v1/batches/{name}/results?after=1"))
     assert [item["index"] for item in rest] == [item["index"] for item in items[1:]]
     assert end == last

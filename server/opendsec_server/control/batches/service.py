@@ -28,7 +28,7 @@ from opendsec_server.control.ledger import Ledger
 from opendsec_server.control.nodes import Fleet
 from opendsec_server.control.origins import Origins
 from opendsec_server.store import batches as rows
-from opendsec_server.store.batches import Batch, Beginning, Item
+from opendsec_server.store.batches import Batch, Beginning, Failure, Item
 from opendsec_server.store.records import IdempotencyClaim, SandboxRecord
 from opendsec_server.store.store import Store
 
@@ -204,6 +204,10 @@ class Batches:
         if batch is None or batch.project_id != caller.project_id:
             raise BatchNotFound(f"there is no batch `{batch_id[:64]}`")
         return batch
+
+    async def failures(self, batch: Batch) -> Sequence[Failure]:
+        """Its failed items by cause, most frequent first."""
+        return await rows.failures_of(self._store, batch.batch_id) if batch.failed else []
 
     async def list(
         self, caller: Caller, *, after: tuple[float, str] | None, limit: int

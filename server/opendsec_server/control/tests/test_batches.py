@@ -471,3 +471,20 @@ async def test_an_item_left_by_a_defect_is_taken_up_again(
     batch, items = await outcomes(services, caller, asked.batch_id)
     check(batch, items, node)
     assert batch.made == node.created == 3
+
+
+async def test_failures_are_counted_by_cause(
+    services: Services, node: FakeNode, caller: Caller
+) -> None:
+    """Whatever their messages say: each names figures of its own."""
+    await limit(services, "sandboxes_max", 3)
+    own = [CreateParams()] * 6 + [CreateParams(template=f"nothing-{n}") for n in range(2)]
+    params = BatchParams.of(CreateParams(), own, count=0, wait_s=60)
+    asked = await services.batches.create(caller, params, key=None)
+    batch, _ = await outcomes(services, caller, asked.batch_id)
+    assert (batch.made, batch.failed) == (3, 5)
+    found = await services.batches.failures(batch)
+    assert [(one.code, one.fault, one.count) for one in found] == [
+        ("quota_exceeded", "capacity", 3),
+        ("template_not_found", "user", 2),
+    ]
