@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
+from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 from opendsec_server.contract.errors import InvalidRequest
 from opendsec_server.contract.ids import new_group_id
 from opendsec_server.contract.node import GroupMembership
-from opendsec_server.node.groups import messages, rules
+from opendsec_server.node.groups import messages, rules, upstream
+from opendsec_server.node.groups.answerer import Answerer
 from opendsec_server.node.groups.membership import check
 from opendsec_server.node.network.policy import METADATA, RESOLVERS
 
@@ -141,3 +144,84 @@ def test_names_that_are_taken(name: str) -> None:
 def test_names_that_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequest):
         check(GroupMembership(group_id=new_group_id(), name="db", aliases=(name,)))
+
+
+LONG = b"\xab" * 3_000
+
+
+@pytest.fixture
+async def answerer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    """The port of one. Its resolvers: one that says nothing but rubbish, and one that says ``LONG``."""
+
+    class Rubbish(asyncio.DatagramProtocol):
+        def connection_made(self, transport: asyncio.DatagramTransport) -> None:  # type: ignore[override]
+            self.transport = transport
+
+        def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+            self.transport.sendto(data, addr)
+            self.transport.sendto(b"\0\0" + data[2:3] + b"\x80" + data[4:], addr)
+
+    class Useful(Rubbish):
+        def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+            self.transport.sendto(data[:2] + b"\x81\x80" + data[4:], addr)
+
+    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        length = int.from_bytes(await reader.readexactly(2), "big")
+        asked = await reader.readexactly(length)
+        reply = asked[:2] + b"\x81\x80" + asked[4:] + LONG
+        writer.write(len(reply).to_bytes(2, "big") + reply)
+        writer.close()
+
+    loop = asyncio.get_running_loop()
+    useful, _ = await loop.create_datagram_endpoint(Useful, local_addr=("127.0.0.2", 0))
+    port = useful.get_extra_info("sockname")[1]
+    rubbish, _ = await loop.create_datagram_endpoint(Rubbish, local_addr=("127.0.0.3", port))
+    server = await asyncio.start_server(converse, "127.0.0.2", port)
+    monkeypatch.setattr(upstream, "_PORT", port)
+    monkeypatch.setattr(upstream, "_RESOLVER_TIMEOUT_S", 0.2)
+    ends = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.create_server(("127.0.0.1", 0))
+    port_of_answerer = ends[1].getsockname()[1]
+    ends[0].bind(("127.0.0.1", port_of_answerer))
+    for end in ends:
+        end.setblocking(False)
+    made = Answerer(
+        ends,
+        lambda name: {"db": ("10.0.0.1",), "gone": ()}.get(name),
+        lambda: True,
+        upstream.Upstream(lambda: ("127.0.0.3", "127.0.0.2")),
+    )
+    yield port_of_answerer
+    made.close()
+    useful.close()
+    rubbish.close()
+    server.close()
+
+
+async def ask(answerer: int, message: bytes) -> bytes:
+    def body() -> bytes:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+            end.settimeout(20)
+            end.connect(("127.0.0.1", answerer))
+            end.send(message)
+            return end.recv(4_096)
+
+    return await asyncio.to_thread(body)
+
+
+async def test_questions_are_passed_on(answerer: int) -> None:
+    """To the next resolver, after one whose replies are no answers; long answers by connection."""
+    asked = query("service.example")
+    reply = await ask(answerer, asked)
+    assert reply == asked[:2] + b"\x81\x80" + asked[4:], "under the asker's own number"
+    assert (await ask(answerer, query("gone")))[3] & 15 == messages.NO_SUCH_NAME
+    assert (await ask(answerer, query("nobody")))[3] & 15 == messages.NO_SUCH_NAME
+    assert (await ask(answerer, query("db")))[-4:] == socket.inet_aton("10.0.0.1")
+    reader, writer = await asyncio.open_connection("127.0.0.1", answerer)
+    for _ in range(2):
+        writer.write(len(asked).to_bytes(2, "big") + asked)
+        length = int.from_bytes(await reader.readexactly(2), "big")
+        reply = await reader.readexactly(length)
+        assert reply == asked[:2] + b"\x81\x80" + asked[4:] + LONG
+    writer.write(b"\0\4what")
+    assert await reader.read() == b"", "what is no question ends the conversation"
+    writer.close()
