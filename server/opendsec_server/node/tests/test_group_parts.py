@@ -151,7 +151,7 @@ LONG = b"\xab" * 3_000
 
 @pytest.fixture
 async def answerer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
-    """The port of one. Its resolvers: one that says nothing but rubbish, and one that says ``LONG``."""
+    """The port of one. Its resolvers: one talks nothing but rubbish, the other can say ``LONG``."""
 
     class Rubbish(asyncio.DatagramProtocol):
         def connection_made(self, transport: asyncio.DatagramTransport) -> None:  # type: ignore[override]
