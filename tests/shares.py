@@ -62,7 +62,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """Deals out shares instead of single tests."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByShare(LoadScopeScheduling):
+    class ByShare(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
         def _split_scope(self, nodeid: str) -> str:
             return share_of(nodeid)
 

@@ -30,8 +30,10 @@ async def make(http: httpx.AsyncClient, **fields: Any) -> str:
 @pytest.mark.parametrize("what", ["kill", "timeout", "exec"])
 async def test_bulk_calls_name_their_sandboxes(http: httpx.AsyncClient, what: str) -> None:
     names = [await make(http, labels=["a"]) for _ in range(3)]
-    own = {"kill": {}, "timeout": {"timeout_s": 100}, "exec": {"command": "true"}}[what]
-    body: dict[str, Any] = {"select": {"labels": ["a"]}, **own}
+    own: dict[str, dict[str, Any]] = {
+        "kill": {}, "timeout": {"timeout_s": 100}, "exec": {"command": "true"}
+    }  # fmt: skip
+    body = {"select": {"labels": ["a"]}, **own[what]}
     path = f"/v1/sandboxes/bulk/{what}"
     assert (await http.post(path, json=body)).status_code == 200
     entry = await last(http, object=names[1])
