@@ -145,6 +145,8 @@ def test_a_web_service_and_its_database(client: Client, own_server: Server) -> N
     url = (
         "import urllib.request as u; print(u.urlopen('http://web:8000', timeout=5).read().decode())"
     )
+    # Its program was started, and listens when it is ready.
+    until(lambda: group.sandboxes["db"].exec(python(url)).exit_code == 0)
     assert group.sandboxes["db"].exec(python(url), check=True).stdout.strip() == "hello"
     # Through the door, too.
     address = f"8000-{group.sandboxes['web'].sandbox_id}.{own_server.config.domain}"
@@ -359,7 +361,7 @@ async def test_the_async_half(own_server: Server) -> None:
 
 
 def test_its_time_is_over(client: Client) -> None:
-    group: Group = client.groups.create({"a": SMALL, "b": SMALL}, timeout_s=8, wait=False)
+    group: Group = client.groups.create({"a": SMALL, "b": SMALL}, timeout_s=20, wait=False)
     assert group.wait_ended(timeout_s=120)
     assert group.info.end_reason == "timeout"
     assert living(client) == set()

@@ -39,7 +39,7 @@ class HealthCheck(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     """A command that exits with 0 when the service is well."""
 
     test: Command
-    interval_s: _Seconds = 5.0
+    interval_s: Annotated[float, Meta(ge=0.1, le=86_400)] = 5.0
     timeout_s: _Seconds = 10.0
     retries: Annotated[
         int,

@@ -292,6 +292,7 @@ async def resume_group(request: Request, group: FromPath[str]) -> Response[bytes
             summary="Read the output of a service",
             description="Of its program: the first and last 128 KiB of each output." + _NAMED,
             response=schemas.GroupLogs,
+            also="sandboxes:read",
             errors=(GroupNotFound, GroupServiceNotFound, SandboxNotFound, StateConflict),
         )
     ),

@@ -29,6 +29,7 @@ ROUTES = [
     ("POST", "/v1/groups/g/kill", None, "groups:write", WRITES),
     ("POST", "/v1/groups/g/pause", None, "groups:write", WRITES),
     ("POST", "/v1/groups/g/resume", None, "groups:write", WRITES),
+    ("GET", "/v1/groups/g/services/s/logs", None, "groups:read", "sandboxes:read"),
     ("POST", "/v1/sandboxes/{id}/fork", None, "snapshots:write", WRITES),
     ("POST", "/v1/sandboxes/{id}/snapshots", {}, "snapshots:write", WRITES),
     ("POST", "/sandboxes/{id}/fork", {}, "snapshots:write", WRITES),

@@ -248,7 +248,11 @@ async def _probe(
         raise
     except (UserError, AgentUnresponsive, NodeUnavailable) as exc:
         why = f"could not be run ({exc.message})"
-    return Probe(healthy=healthy, why=why, output=bytes(output).decode(errors="replace").strip())
+    # A NUL is no text to PostgreSQL.
+    text = (
+        bytes(output).replace(b"\0", "\N{REPLACEMENT CHARACTER}".encode()).decode(errors="replace")
+    )
+    return Probe(healthy=healthy, why=why, output=text.strip())
 
 
 async def why_gone(store: Store, sandbox_id: str) -> OpendsecError:

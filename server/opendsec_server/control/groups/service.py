@@ -268,13 +268,11 @@ class Groups:
             QuotaExceeded, NodeFull, ResumeFailed, …: of a sandbox that stays paused; call again.
         """
         group = await self._in_state(caller, name, ("running", "paused"), "resumed")
+        # Before its members', so that the group ends first and says why.
+        end_at = time.time() + _spec.decode(group.spec).timeout_s
         await self._resume_all(group)
         moved = await rows.move_group(
-            self._store,
-            group.group_id,
-            while_in=_PAUSED,
-            state="running",
-            end_at=time.time() + _spec.decode(group.spec).timeout_s,
+            self._store, group.group_id, while_in=_PAUSED, state="running", end_at=end_at
         )
         return await self._view(moved or group)
 

@@ -343,7 +343,7 @@ async def test_its_time_is_over(services: Services, caller: Caller, node: FakeNo
 
 async def test_it_is_not_up_in_time(services: Services, caller: Caller, node: FakeNode) -> None:
     check = well("exit 1", start_period_s=60.0)
-    spec = GroupSpec(services={"db": run(healthcheck=check)}, start_timeout_s=1)
+    spec = GroupSpec(services={"db": run(healthcheck=check)}, start_timeout_s=4)
     view = await waited(services, caller, await services.groups.create(caller, spec))
     error = error_of(view)
     assert (view.state, error["code"]) == ("ended", "group_unhealthy")
@@ -504,7 +504,7 @@ async def test_killed_while_its_first_sandbox_is_being_made(
 
 @pytest.fixture
 def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "LEASE_S", 0.8)
+    monkeypatch.setattr(service, "LEASE_S", 2.5)
     monkeypatch.setattr(service, "RENEW_S", 0.1)
     monkeypatch.setattr(service, "LOOK_S", 0.1)
 

@@ -25,6 +25,8 @@ _PENDING_MAX = 64
 """Questions of one member that wait for the host's resolvers."""
 _CONNECTIONS_MAX = 16
 _IDLE_S = 10.0
+_PACE_S = 0.02
+"""Between two answers on a connection: what a member sends at once must not keep the node busy."""
 
 Names = Callable[[str], tuple[str, ...] | None]
 """Addresses of a name of the group; empty: nobody who runs; None: it is no name of the group."""
@@ -138,8 +140,13 @@ class Answerer:
                         writer.write(len(reply).to_bytes(2, "big") + reply)
                         async with asyncio.timeout(_IDLE_S):
                             await writer.drain()
+                        await asyncio.sleep(_PACE_S)
             finally:
-                writer.close()
+                # Answers that nobody reads would keep the descriptor for as long as the peer likes.
+                if writer.transport.get_write_buffer_size():
+                    writer.transport.abort()
+                else:
+                    writer.close()
         finally:
             self._connections -= 1
 
