@@ -20,10 +20,19 @@ class TaskDeadlines:
 
     def __init__(self) -> None:
         self._at: Mapping[tuple[str, str], float] = {}
+        self.changes = 0
+        """How many deadlines this process has given."""
 
-    def replace(self, deadlines: Mapping[tuple[str, str], float]) -> None:
-        """Know these, by project and task, and no others. Unix seconds."""
-        self._at = deadlines
+    def replace(self, deadlines: Mapping[tuple[str, str], float], *, as_of: int) -> None:
+        """Know these, by project and task, and no others.
+
+        Args:
+            deadlines: In Unix seconds, as they were read.
+            as_of: ``changes`` before they were read: when one was given meanwhile, what was read
+                may be older, and is not taken over.
+        """
+        if as_of == self.changes:
+            self._at = deadlines
 
     def note(self, project_id: str, task_id: str, deadline_at: float | None) -> None:
         """A task has another deadline, or none, from now on."""
@@ -31,6 +40,7 @@ class TaskDeadlines:
         if deadline_at is not None:
             kept[project_id, task_id] = deadline_at
         self._at = kept
+        self.changes += 1
 
     def last_end(self, project_id: str, task_id: str | None) -> float | None:
         """The latest end that a member of a task may be told. None: any."""

@@ -38,6 +38,7 @@ _THESE = (
             SANDBOXES.c.ended_at.is_(None)
             & ((SANDBOXES.c.state != State.PAUSED) | SANDBOXES.c.place_until.is_not(None))
         ).label("counted"),
+        (SANDBOXES.c.ended_at.is_(None) & (SANDBOXES.c.state == State.PAUSED)).label("paused"),
     )
     .where(SANDBOXES.c.sandbox_id.in_(sa.bindparam("these", expanding=True)))
     # Records first and then projects, as all who change states do; always in the same order.
@@ -92,7 +93,8 @@ async def hold_places(
                 take_from(one, line, more)
             else:
                 refused[name] = refusal
-        held = [name for name in known if name not in refused]
+        # One that runs counts by itself: a place beside it would count once it is paused again.
+        held = [name for name, one in known.items() if one.paused and name not in refused]
         if held:
             connection.execute(_SET, {"these": held, "until": now + PLACE_HELD_S})
         return refused

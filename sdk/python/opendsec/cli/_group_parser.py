@@ -52,7 +52,7 @@ def add_group(commands: Any) -> None:
     p = _named(inner, "logs", "what the programs of its services have written")
     p.add_argument("service", metavar="SERVICE", nargs="?", help="only of this one")
     p = _named(inner, "exec", "run a program in the sandbox of a service")
-    p.add_argument("service", metavar="SERVICE")
+    p.add_argument("service", metavar="SERVICE", help="in whose sandbox")
     p.add_argument("--timeout", type=float, metavar="SECONDS", help="end it after so long")
     p.add_argument(
         "command", metavar="COMMAND", nargs=argparse.REMAINDER, help="program and arguments"

@@ -83,6 +83,10 @@ def _last(client: Client, before: SandboxInfo) -> SandboxInfo:
         record = client.info(before.sandbox_id)
     except SandboxNotFound:
         return before
+    except OpendsecError as error:
+        if not error.retryable:
+            raise
+        return before
     return msgspec.structs.replace(
         record, env=None, usage=None, access_token=None, traffic_token=None
     )

@@ -16,7 +16,7 @@ from opendsec_server.contract.errors import (
     StoreUnavailable,
 )
 from opendsec_server.contract.node import NodeClient
-from opendsec_server.control.task_deadlines import TaskDeadlines
+from opendsec_server.control.task_deadlines import SLACK_S, TaskDeadlines
 from opendsec_server.store import tasks as rows
 from opendsec_server.store.sandboxes import set_ends
 from opendsec_server.store.store import Store
@@ -44,16 +44,23 @@ class Ends:
         self._node = node
         self._deadlines = deadlines
 
-    async def shorten(self, project_id: str, task_id: str) -> None:
+    async def shorten(self, project_id: str, task_id: str, deadline_at: float | None) -> None:
         """See to it that no sandbox of a task runs on for long after its deadline, whoever is there
         then. Nodes that cannot be asked now are asked the next time.
+
+        Args:
+            project_id: Whose task it is.
+            task_id: Which.
+            deadline_at: As its record says. This process may know another: a later one counts, so
+                that what is not up to date never undoes a longer time.
 
         Raises:
             StoreUnavailable: not now.
         """
-        last = self._deadlines.last_end(project_id, task_id)
-        if last is None:
+        known = self._deadlines.last_end(project_id, task_id)
+        if known is None or deadline_at is None:
             return
+        last = max(known, deadline_at + SLACK_S)
         late = await rows.ends_within(
             self._store, project_id, task_id, after=last + TOLERANCE_S, before=None
         )

@@ -86,13 +86,15 @@ class TaskKeeper:
         Raises:
             StoreUnavailable: not now.
         """
+        as_of = self._deadlines.changes
         tasks = await rows.limited_tasks(self._store)
         self._deadlines.replace(
             {
                 (task.project_id, task.task_id): task.deadline_at
                 for task in tasks
                 if task.deadline_at is not None
-            }
+            },
+            as_of=as_of,
         )
         now = time.time()
         for task in tasks:
@@ -107,7 +109,7 @@ class TaskKeeper:
             StoreUnavailable: not now.
         """
         for task in await rows.limited_tasks(self._store):
-            await self._ends.shorten(task.project_id, task.task_id)
+            await self._ends.shorten(task.project_id, task.task_id, task.deadline_at)
 
     async def look_at_budgets(self) -> None:
         """End the tasks whose budget is used up.

@@ -198,7 +198,7 @@ class Tasks:
         self._deadlines.note(caller.project_id, task_id, changed.deadline_at)
         if cut_at is not None:
             await self._ends.lengthen(caller.project_id, task_id, cut_at)
-        await self._ends.shorten(caller.project_id, task_id)
+        await self._ends.shorten(caller.project_id, task_id, changed.deadline_at)
         return (await self._views(caller, [changed]))[0]
 
     # --- operations ---------------------------------------------------------
