@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import Server, new_server
-from tests.leaks import Snapshot
+from tests.harness import Server
+from tests.servers import running_server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,13 +21,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="package")
 def server() -> Iterator[Server]:
     """A running server. At the end it is purged, and nothing of it may be left."""
-    if os.geteuid() != 0:
-        pytest.skip("a real server needs root")
-    server = new_server("ada", "10.227.0.0/16")
-    before = Snapshot.take("ada", (server.root,))
-    try:
-        server.start()
+    with running_server("ada", "10.227.0.0/16") as server:
         yield server
-    finally:
-        server.purge()
-    before.assert_nothing_new()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,8 +13,8 @@ from typing import Any
 import pytest
 
 from opendsec import Client
-from tests.harness import Server, new_server
-from tests.leaks import Snapshot
+from tests.harness import Server
+from tests.servers import running_server
 
 SMALL: dict[str, Any] = {"memory_mb": 64, "cpu": 0.1, "disk_mb": 64, "timeout_s": 900}
 DOWN_S = 10
@@ -32,16 +31,8 @@ db.execute("ROLLBACK")
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
     """One whose database may be taken away."""
-    if os.geteuid() != 0:
-        pytest.skip("a real server needs root")
-    server = new_server("bfl", "10.235.0.0/16")
-    before = Snapshot.take("bfl", (server.root,))
-    try:
-        server.start()
+    with running_server("bfl", "10.235.0.0/16") as server:
         yield server
-    finally:
-        server.purge()
-    before.assert_nothing_new()
 
 
 def until(condition: Callable[[], bool], what: str, *, seconds: float = 120) -> None:

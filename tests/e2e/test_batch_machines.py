@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from opendsec import Client, Sandbox
-from tests.harness import Server, new_server
-from tests.leaks import Snapshot
+from tests.harness import Server
+from tests.servers import running_server
 
 COUNT = 4
 TASK = "machines"
@@ -30,16 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_500)]
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
     """One that starts microVMs with QEMU, on a machine without KVM emulated."""
-    if os.geteuid() != 0:
-        pytest.skip("a real server needs root")
-    server = new_server("bvm", "10.236.0.0/16", vmm="qemu", default_backend="microvm")
-    before = Snapshot.take("bvm", (server.root,))
-    try:
-        server.start()
+    with running_server("bvm", "10.236.0.0/16", vmm="qemu", default_backend="microvm") as server:
         yield server
-    finally:
-        server.purge()
-    before.assert_nothing_new()
 
 
 @pytest.fixture

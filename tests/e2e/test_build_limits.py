@@ -14,25 +14,17 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Server, new_server
-from tests.leaks import Snapshot
+from tests.harness import Server
+from tests.servers import running_server
 
 
 @pytest.fixture(scope="module")
 def tight() -> Iterator[Server]:
     """A server that gives builds next to nothing. Nothing of it may be left."""
-    if os.geteuid() != 0:
-        pytest.skip("a real server needs root")
-    server = new_server(
+    with running_server(
         "e2t", "10.229.0.0/16", build_disk_mb=64, build_timeout_s=8, build_internet=False
-    )
-    before = Snapshot.take("e2t", (server.root,))
-    try:
-        server.start()
+    ) as server:
         yield server
-    finally:
-        server.purge()
-    before.assert_nothing_new()
 
 
 def build(server: Server, *steps: dict[str, Any], files: bytes | None = None) -> dict[str, Any]:

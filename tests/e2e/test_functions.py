@@ -36,8 +36,8 @@ from opendsec import (
     InvalidRequest,
     OpendsecError,
 )
-from tests.harness import BIN, Server, new_server
-from tests.leaks import Snapshot
+from tests.harness import BIN, Server
+from tests.servers import running_server
 
 OFFSET = 3
 SMALL: dict[str, Any] = {"cpu": 1.0, "memory_mb": 128, "disk_mb": 64, "workers_max": 2}
@@ -46,14 +46,8 @@ SMALL: dict[str, Any] = {"cpu": 1.0, "memory_mb": 128, "disk_mb": 64, "workers_m
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
     """One that may be killed. Four workers in all, so that projects must share."""
-    server = new_server("fnc", "10.225.0.0/16", function_workers_max=4, slots_ready=6)
-    before = Snapshot.take("fnc", (server.root,))
-    try:
-        server.start()
+    with running_server("fnc", "10.225.0.0/16", function_workers_max=4, slots_ready=6) as server:
         yield server
-    finally:
-        server.purge()
-    before.assert_nothing_new()
 
 
 @pytest.fixture

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from opendsec import Client
-from tests.harness import Server, new_server
-from tests.leaks import Snapshot
+from tests.harness import Server
+from tests.servers import running_server
 
 from .test_groups import ASK, DATABASE, ask, living, python
 
@@ -23,16 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_200)]
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
     """One that starts microVMs with QEMU, on a machine without KVM emulated."""
-    if os.geteuid() != 0:
-        pytest.skip("a real server needs root")
-    server = new_server("grv", "10.234.0.0/16", vmm="qemu", default_backend="microvm")
-    before = Snapshot.take("grv", (server.root,))
-    try:
-        server.start()
+    with running_server("grv", "10.234.0.0/16", vmm="qemu", default_backend="microvm") as server:
         yield server
-    finally:
-        server.purge()
-    before.assert_nothing_new()
 
 
 def test_a_group_of_machines(own_server: Server) -> None:

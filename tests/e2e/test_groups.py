@@ -29,8 +29,8 @@ from opendsec_server.images.tests.registries import (
     make_layout,
     running_registry,
 )
-from tests.harness import BIN, Server, new_server
-from tests.leaks import Snapshot
+from tests.harness import BIN, Server
+from tests.servers import running_server
 
 from .test_images import busybox_layer
 
@@ -92,14 +92,8 @@ WEB_SERVICE = {**SMALL, "command": python(WEB), "depends_on": {"db": "healthy"}}
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
     """One that may be killed."""
-    server = new_server("grp", "10.232.0.0/16")
-    before = Snapshot.take("grp", (server.root,))
-    try:
-        server.start()
+    with running_server("grp", "10.232.0.0/16") as server:
         yield server
-    finally:
-        server.purge()
-    before.assert_nothing_new()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ and the published E2B client."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +22,8 @@ from opendsec import (
     Unauthenticated,
 )
 from opendsec.cli.main import main as command_line
-from tests.harness import Server, new_server
-from tests.leaks import Snapshot
+from tests.harness import Server
+from tests.servers import running_server
 
 SMALL = {"backend": "container", "memory_mb": 64, "disk_mb": 64, "cpu": 0.5}
 
@@ -32,16 +31,8 @@ SMALL = {"backend": "container", "memory_mb": 64, "disk_mb": 64, "cpu": 0.5}
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
     """Its limits are its tests' own, and it is killed."""
-    if os.geteuid() != 0:
-        pytest.skip("a real server needs root")
-    server = new_server("iam", "10.221.0.0/16", slots_ready=2)
-    before = Snapshot.take("iam", (server.root,))
-    try:
-        server.start()
+    with running_server("iam", "10.221.0.0/16", slots_ready=2) as server:
         yield server
-    finally:
-        server.purge()
-    before.assert_nothing_new()
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from opendsec import Client, Sandbox, TaskBudgetReached, TaskEnded, TaskNotFound, TaskPaused
-from tests.harness import BIN, Server, new_server
-from tests.leaks import Snapshot
+from tests.harness import BIN, Server
+from tests.servers import running_server
 
 COUNT = 8
 BURN = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"
@@ -23,14 +23,8 @@ BURN = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
     """One that may be killed."""
-    server = new_server("tsk", "10.223.0.0/16")
-    before = Snapshot.take("tsk", (server.root,))
-    try:
-        server.start()
+    with running_server("tsk", "10.223.0.0/16") as server:
         yield server
-    finally:
-        server.purge()
-    before.assert_nothing_new()
 
 
 @pytest.fixture

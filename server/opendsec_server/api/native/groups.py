@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import AsyncGenerator
 from typing import cast
 
@@ -57,6 +56,7 @@ from opendsec_server.store.groups import GroupState
 
 from . import group_schemas as schemas
 from .convert import policy_of
+from .cursors import make_cursor, read_cursor
 from .documented import BODY, Operation, Parameter, documented, paged
 
 TAG = "groups"
@@ -64,7 +64,6 @@ WAIT_S_DEFAULT = 3_600
 _STATES: tuple[GroupState, ...] = ("starting", "running", "paused", "ending", "ended")
 _WAITS: tuple[WaitFor, ...] = ("running", "ended")
 
-_cursor = msgspec.json.Decoder(tuple[float, str])
 _create = msgspec.json.Decoder(schemas.CreateGroup)
 
 _KEY = Parameter(
@@ -134,7 +133,7 @@ async def list_groups(request: Request) -> Response[bytes]:
     views, more = await services_of(request).groups.page(
         caller_of(request),
         states=cast("list[GroupState]", states),
-        after=_read_cursor(cursor) if cursor else None,
+        after=read_cursor(cursor) if cursor else None,
         limit=query.integer(
             "limit", limits.LIST_LIMIT_MAX, at_least=1, at_most=limits.LIST_LIMIT_MAX
         ),
@@ -143,7 +142,7 @@ async def list_groups(request: Request) -> Response[bytes]:
     return answer(
         schemas.GroupList(
             groups=[group_of(view) for view in views],
-            next_cursor=None if last is None else _make_cursor(last.created_at, last.group_id),
+            next_cursor=None if last is None else make_cursor(last.created_at, last.group_id),
         )
     )
 
@@ -407,19 +406,6 @@ def _logs_of(logs: Logs) -> schemas.GroupLogs:
         stdout_bytes=stdout.bytes_total,
         stderr_bytes=stderr.bytes_total,
     )
-
-
-def _make_cursor(created_at: float, group_id: str) -> str:
-    text = msgspec.json.encode((created_at, group_id))
-    return base64.urlsafe_b64encode(text).decode().rstrip("=")
-
-
-def _read_cursor(text: str) -> tuple[float, str]:
-    try:
-        padded = text + "=" * (-len(text) % 4)
-        return _cursor.decode(base64.b64decode(padded, altchars=b"-_", validate=True))
-    except (ValueError, UnicodeDecodeError, msgspec.DecodeError):
-        raise InvalidRequest("the page token is not valid") from None
 
 
 HANDLERS = (

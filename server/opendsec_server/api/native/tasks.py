@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
@@ -47,6 +46,7 @@ from opendsec_server.store.task_operations import (
 from opendsec_server.store.tasks import TaskCount, TaskState
 
 from . import task_schemas as schemas
+from .cursors import make_cursor, read_cursor
 from .documented import BODY, Operation, Parameter, documented, paged
 
 TAG = "tasks"
@@ -54,7 +54,6 @@ WAIT_S_DEFAULT = 3_600
 _STATES: tuple[TaskState, ...] = ("open", "paused", "ended")
 _WAITS: tuple[schemas.WaitFor, ...] = ("ended", "running", "paused", "idle")
 
-_cursor = msgspec.json.Decoder(tuple[float, str])
 _create = msgspec.json.Decoder(schemas.CreateTask)
 _change = msgspec.json.Decoder(schemas.ChangeTask)
 _pause = msgspec.json.Decoder(schemas.PauseTask)
@@ -140,7 +139,7 @@ async def list_tasks(request: Request) -> Response[bytes]:
     views, more = await services_of(request).tasks.page(
         caller_of(request),
         states=cast("list[TaskState]", states),
-        after=_read_cursor(cursor) if cursor else None,
+        after=read_cursor(cursor) if cursor else None,
         limit=query.integer(
             "limit", limits.LIST_LIMIT_MAX, at_least=1, at_most=limits.LIST_LIMIT_MAX
         ),
@@ -149,7 +148,7 @@ async def list_tasks(request: Request) -> Response[bytes]:
     return answer(
         schemas.TaskList(
             tasks=[task_of(view) for view in views],
-            next_cursor=None if last is None else _make_cursor(last.created_at, last.task_id),
+            next_cursor=None if last is None else make_cursor(last.created_at, last.task_id),
         )
     )
 
@@ -488,19 +487,6 @@ def _moment(text: str | None) -> float | None:
         raise InvalidRequest(
             f"deadline_at: `{text[:64]}` is not a date and time (RFC 3339)"
         ) from None
-
-
-def _make_cursor(created_at: float, task_id: str) -> str:
-    text = msgspec.json.encode((created_at, task_id))
-    return base64.urlsafe_b64encode(text).decode().rstrip("=")
-
-
-def _read_cursor(text: str) -> tuple[float, str]:
-    try:
-        padded = text + "=" * (-len(text) % 4)
-        return _cursor.decode(base64.b64decode(padded, altchars=b"-_", validate=True))
-    except (ValueError, UnicodeDecodeError, msgspec.DecodeError):
-        raise InvalidRequest("the page token is not valid") from None
 
 
 HANDLERS = (
